@@ -1,0 +1,1 @@
+"""Analysis: figures, reports, comparison, and the command line's front door."""

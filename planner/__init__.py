@@ -1,0 +1,1 @@
+"""The planner: searches policies, prices them by replay and writes plans."""

@@ -1,0 +1,208 @@
+"""ModelSpec: a decoder's blocks and tensors, read from a Hugging Face config by meta-device instantiation.
+
+A block is the unit that streams: block 0 is the input embedding, blocks 1..L are the decoder layers, block L+1 is
+the head (final norm and, unless tied, the output projection).
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from simulator.errors import InputError, UnsupportedChoice
+from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
+from simulator.schema import Schema
+
+BlockKind = Literal["embedding", "layer", "head"]
+
+# Families whose whole-model terms (scales, caps, masks) the executor's template covers, each with a test.
+SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class TensorSpec(Schema):
+    """One parameter tensor: its name inside the block, its shape, its first element in the block."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class BlockSpec(Schema):
+    """Tensors that live in one contiguous block, matrices first, each aligned to 256 bytes.
+
+    `variant` names what the block computes (for layers: the attention type): blocks with equal shapes and different
+    variants are different blocks.
+    """
+
+    kind: BlockKind
+    variant: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements with alignment padding: what a plane of the block holds."""
+        return _aligned(max(tensor.offset + tensor.num_elements for tensor in self.tensors))
+
+    @property
+    def num_matrix_elements(self) -> int:
+        """The block's leading elements that belong to matrices: the part that weight decay applies to."""
+        ends = [tensor.offset + tensor.num_elements for tensor in self.tensors if len(tensor.shape) > 1]
+        return _aligned(max(ends, default=0))
+
+
+class ModelSpec(Schema):
+    """What the simulator, the planner and the executor know of a model."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    kinds: tuple[BlockSpec, ...]
+    kind_of_block: tuple[int, ...]
+    num_parameters: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.kind_of_block)
+
+    @property
+    def head(self) -> int:
+        """The index of the head's block."""
+        return self.num_blocks - 1
+
+    @property
+    def layers(self) -> range:
+        """Block indices of the decoder layers."""
+        return range(1, self.num_blocks - 1)
+
+    def block(self, index: int) -> BlockSpec:
+        return self.kinds[self.kind_of_block[index]]
+
+    def block_prefix(self, index: int) -> str:
+        """The transformers name that a block's tensor names follow, e.g. `model.layers.3.`."""
+        if index == 0:
+            return "model."
+        return "" if index == self.head else f"model.layers.{index - 1}."
+
+
+def read_model_config(path: Path | str) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder, or of the file itself. Raises InputError."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}); --model takes a Hugging Face folder or its config.json"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise InputError(f"{path}: has no key 'model_type'; it is not a Hugging Face model config")
+    return config
+
+
+def transformers_config(config: dict[str, Any]) -> Any:
+    """transformers' config object. Raises InputError for unknown families or impossible values."""
+    from transformers import AutoConfig
+
+    family = config["model_type"]
+    if family not in SUPPORTED_FAMILIES:
+        raise UnsupportedChoice(
+            f"model family {family!r} is not supported; this version trains {', '.join(SUPPORTED_FAMILIES)}"
+        )
+    if config.get("quantization_config"):
+        raise UnsupportedChoice(
+            "the model is quantized ('quantization_config'); train from full-precision weights"
+        )
+    try:
+        return AutoConfig.for_model(**config)
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"model config: transformers refuses it ({first_line})") from error
+
+
+def load_model_spec(path: Path | str) -> ModelSpec:
+    """ModelSpec of a Hugging Face folder or config.json. No weights are read or allocated."""
+    return model_spec(read_model_config(path))
+
+
+def model_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a config dictionary, by instantiating transformers' model on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    hf_config = transformers_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+    except Exception as error:
+        raise InputError(f"model config: transformers cannot build it ({error})") from error
+
+    tied = bool(hf_config.tie_word_embeddings)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    num_layers = int(hf_config.num_hidden_layers)
+    layer_types = getattr(hf_config, "layer_types", None) or ["full_attention"] * num_layers
+    blocks = [_block_spec("embedding", "embedding", _pick(shapes, "model.embed_tokens.", strip="model."))]
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        blocks.append(_block_spec("layer", layer_types[layer], _pick(shapes, prefix, strip=prefix)))
+    head = {**_pick(shapes, "model.norm.", strip=""), **_pick(shapes, "lm_head.", strip="")}
+    blocks.append(_block_spec("head", "tied" if tied else "untied", head))
+
+    kinds: list[BlockSpec] = []
+    for block in blocks:
+        if block not in kinds:
+            kinds.append(block)
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    if sum(block.num_parameters for block in blocks) != num_parameters:
+        known = {f"{name}" for block in blocks for name in (tensor.name for tensor in block.tensors)}
+        left = [name for name in shapes if not any(name.endswith(part) for part in known)]
+        raise UnsupportedChoice(f"model config: parameters outside embedding, layers and head: {left[:3]}")
+    num_heads = int(hf_config.num_attention_heads)
+    return ModelSpec(
+        family=str(hf_config.model_type),
+        hidden_size=int(hf_config.hidden_size),
+        intermediate_size=int(hf_config.intermediate_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=int(hf_config.num_key_value_heads or num_heads),
+        head_dim=int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads),
+        vocab_size=int(hf_config.vocab_size),
+        tied_embeddings=tied,
+        kinds=tuple(kinds),
+        kind_of_block=tuple(kinds.index(block) for block in blocks),
+        num_parameters=num_parameters,
+    )
+
+
+def _pick(shapes: dict[str, tuple[int, ...]], prefix: str, *, strip: str) -> dict[str, tuple[int, ...]]:
+    return {name.removeprefix(strip): shape for name, shape in shapes.items() if name.startswith(prefix)}
+
+
+def _block_spec(kind: BlockKind, variant: str, shapes: dict[str, tuple[int, ...]]) -> BlockSpec:
+    # Matrices first: neighbouring projections can be fused, and weight decay covers a prefix of the block.
+    ordered = sorted(shapes.items(), key=lambda item: len(item[1]) < 2)
+    tensors, offset = [], 0
+    for name, shape in ordered:
+        tensors.append(TensorSpec(name=name, shape=shape, offset=offset))
+        offset = _aligned(offset + math.prod(shape))
+    return BlockSpec(kind=kind, variant=variant, tensors=tuple(tensors))
+
+
+def _aligned(num_elements: int) -> int:
+    return -(-num_elements // BLOCK_ALIGNMENT_ELEMENTS) * BLOCK_ALIGNMENT_ELEMENTS

@@ -1,0 +1,193 @@
+"""Workload (what the user asks for) and Policy (where and when, which the planner decides).
+
+A policy changes where and when, never what: policies with the same `micro_batch_rows` and `head_chunk_tokens` give
+the same losses and weights.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import pydantic
+
+from simulator.errors import InputError, UnsupportedChoice
+from simulator.formats import GradientFormat, Precision, StateFormat
+from simulator.model import ModelSpec
+from simulator.schema import Schema
+
+Home = Literal["device", "host", "nvme"]
+OptimizerHome = Literal["device", "host", "streamed", "nvme"]
+Clipping = Literal["global", "layerwise", "none"]
+SaveLevel = Literal["keep", "budget_70", "budget_50", "budget_30", "budget_10", "input"]
+
+# Share of what autograd wants to keep that each compiled save level may keep: torch's activation memory budget.
+# Eager runs know the two ends only. "input" keeps the layer's input and recomputes the rest.
+SAVE_LEVELS: dict[SaveLevel, float] = {
+    "keep": 1.0,
+    "budget_70": 0.7,
+    "budget_50": 0.5,
+    "budget_30": 0.3,
+    "budget_10": 0.1,
+    "input": 0.0,
+}
+EAGER_SAVE_LEVELS: tuple[SaveLevel, ...] = ("keep", "input")
+
+
+class Workload(Schema):
+    """One training step as the user asks for it: sizes, and every choice that changes numbers."""
+
+    sequence_length: int = pydantic.Field(gt=0)
+    tokens_per_step: int = pydantic.Field(gt=0)
+    precision: Precision = "bf16"
+    gradient_format: GradientFormat = "fp32"
+    state_format: StateFormat = "fp32"
+    clipping: Clipping = "global"
+    compiled: bool = False  # layers through torch.compile, which rounds otherwise than eager
+    micro_batch_rows: int | None = pydantic.Field(default=None, gt=0)  # None: the planner splits
+
+    @pydantic.model_validator(mode="after")
+    def _rows_divide(self) -> Self:
+        if self.tokens_per_step % self.sequence_length:
+            raise ValueError(
+                f"tokens_per_step {self.tokens_per_step} is not a multiple of sequence_length {self.sequence_length}"
+            )
+        if self.micro_batch_rows is not None and self.rows_per_step % self.micro_batch_rows:
+            raise ValueError(
+                f"micro_batch_rows {self.micro_batch_rows} does not divide the {self.rows_per_step} rows of a step"
+            )
+        return self
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.tokens_per_step // self.sequence_length
+
+
+class Policy(Schema):
+    """Every decision of a plan. Tuples named `..._homes` have one entry a block: embedding, layers, head."""
+
+    micro_batch_rows: int = pydantic.Field(gt=0)
+    groups: tuple[int, ...] = pydantic.Field(min_length=1)  # micro-batches in each consecutive group
+    weight_homes: tuple[Home, ...]  # device: resident in HBM; host: streamed through slots
+    prefetch_depth: int = pydantic.Field(default=1, ge=1)  # layers loaded ahead; slots = depth + 1
+    save_levels: tuple[SaveLevel, ...]  # one a layer
+    checkpoint_interval: int = pydantic.Field(default=1, ge=1)  # every k-th layer input is kept
+    activation_homes: tuple[Home, ...]  # one a layer: where what a save level keeps waits
+    gradient_homes: tuple[Home, ...]  # completed gradients, until the update
+    gradient_slabs: int = pydantic.Field(default=2, ge=2)  # transit to the host, never the store
+    optimizer_homes: tuple[OptimizerHome, ...]  # device: state in HBM; host: updated there
+    head_chunk_tokens: int = pydantic.Field(default=2048, gt=0)
+    mlp_chunk_tokens: int = pydantic.Field(default=0, ge=0)  # 0: the MLP is not chunked
+    clipping: Clipping = "global"
+    gradient_format: GradientFormat = "fp32"
+    state_format: StateFormat = "fp32"
+
+    @property
+    def num_micro_batches(self) -> int:
+        return sum(self.groups)
+
+    def kept_input(self, layer: int) -> bool:
+        """Whether the input of block `layer` (1-based) waits for the backward: a checkpoint."""
+        return (layer - 1) % self.checkpoint_interval == 0
+
+
+def uniform_policy(
+    model: ModelSpec,
+    workload: Workload,
+    *,
+    micro_batch_rows: int,
+    groups: Sequence[int],
+    weights: Home = "device",
+    save_level: SaveLevel = "keep",
+    optimizer: OptimizerHome = "device",
+    gradients: Home | None = None,
+    prefetch_depth: int = 1,
+    checkpoint_interval: int = 1,
+    gradient_slabs: int = 2,
+    head_chunk_tokens: int = 2048,
+) -> Policy:
+    """A policy that treats all layers alike; the embedding and the head keep their weights resident."""
+    layers, blocks = model.num_layers, model.num_blocks
+    return Policy(
+        micro_batch_rows=micro_batch_rows,
+        groups=tuple(groups),
+        weight_homes=("device", *[weights] * layers, "device"),
+        prefetch_depth=prefetch_depth,
+        save_levels=(save_level,) * layers,
+        checkpoint_interval=checkpoint_interval,
+        activation_homes=("device",) * layers,
+        gradient_homes=(gradients or ("device" if optimizer == "device" else "host"),) * blocks,
+        gradient_slabs=gradient_slabs,
+        optimizer_homes=(optimizer,) * blocks,
+        head_chunk_tokens=head_chunk_tokens,
+        clipping=workload.clipping,
+        gradient_format=workload.gradient_format,
+        state_format=workload.state_format,
+    )
+
+
+def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
+    """Refuse what contradicts itself (InputError) or is not built yet (UnsupportedChoice), by name."""
+    lengths = {
+        "weight_homes": model.num_blocks,
+        "gradient_homes": model.num_blocks,
+        "optimizer_homes": model.num_blocks,
+        "save_levels": model.num_layers,
+        "activation_homes": model.num_layers,
+    }
+    for field, expected in lengths.items():
+        actual = len(getattr(policy, field))
+        if actual != expected:
+            raise InputError(f"policy.{field}: has {actual} entries, this model needs {expected}")
+    if policy.num_micro_batches * policy.micro_batch_rows != workload.rows_per_step:
+        raise InputError(
+            f"policy: {policy.num_micro_batches} micro-batches of {policy.micro_batch_rows} rows are not the "
+            f"{workload.rows_per_step} rows of a step"
+        )
+    if min(policy.groups) < 1:
+        raise InputError(f"policy.groups: every group has at least one micro-batch, not {policy.groups}")
+    if workload.micro_batch_rows not in (None, policy.micro_batch_rows):
+        raise InputError(
+            f"policy.micro_batch_rows: {policy.micro_batch_rows}, but the workload pins {workload.micro_batch_rows}"
+        )
+    for field in ("clipping", "gradient_format", "state_format"):
+        if getattr(policy, field) != getattr(workload, field):
+            raise InputError(
+                f"policy.{field}: {getattr(policy, field)!r}, the user chose {getattr(workload, field)!r}"
+            )
+
+    if policy.state_format != "fp32":
+        raise UnsupportedChoice("policy.state_format: '8bit' is not built yet; use 'fp32'")
+    if policy.mlp_chunk_tokens:
+        raise UnsupportedChoice("policy.mlp_chunk_tokens: chunking the MLP is not built yet; use 0")
+    for field in ("weight_homes", "activation_homes", "gradient_homes", "optimizer_homes"):
+        if "nvme" in getattr(policy, field):
+            raise UnsupportedChoice(f"policy.{field}: 'nvme' is not built yet; use 'device' or 'host'")
+    if "streamed" in policy.optimizer_homes:
+        raise UnsupportedChoice("policy.optimizer_homes: 'streamed' is not built yet; use 'device' or 'host'")
+    if "host" in policy.activation_homes:
+        raise UnsupportedChoice("policy.activation_homes: 'host' is not built yet; use 'device'")
+    if "host" in (policy.weight_homes[0], policy.weight_homes[-1]):
+        raise UnsupportedChoice("policy.weight_homes: streaming the embedding or the head is not built yet")
+    if not workload.compiled and set(policy.save_levels) - set(EAGER_SAVE_LEVELS):
+        raise UnsupportedChoice(
+            f"policy.save_levels: eager layers know {EAGER_SAVE_LEVELS} only, not "
+            f"{sorted(set(policy.save_levels) - set(EAGER_SAVE_LEVELS))}; compile the layers"
+        )
+    if policy.checkpoint_interval > 1 and set(policy.save_levels) != {"input"}:
+        raise UnsupportedChoice(
+            "policy.checkpoint_interval: more than 1 needs save level 'input' in every layer"
+        )
+    for block in range(model.num_blocks):
+        where = f"block {block}"
+        optimizer, weights = policy.optimizer_homes[block], policy.weight_homes[block]
+        if optimizer == "device" and weights != "device":
+            raise InputError(
+                f"policy: {where}: optimizer state in HBM holds the master, so its weights are resident too"
+            )
+        if optimizer == "host" and policy.gradient_homes[block] != "host":
+            raise InputError(f"policy: {where}: a host update reads its gradient from the host")
+        if optimizer == "device" and policy.gradient_homes[block] != "device":
+            raise UnsupportedChoice(
+                f"policy.gradient_homes: {where}: a gradient that waits on the host for a GPU update is not built yet"
+            )
+    if policy.optimizer_homes[0] != policy.optimizer_homes[-1] and model.tied_embeddings:
+        raise InputError("policy.optimizer_homes: tied embeddings give the embedding and the head one home")

@@ -1,0 +1,53 @@
+"""The base of every schema: frozen, strict about unknown keys, hashed by content."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+
+from simulator.errors import InputError
+
+
+class Schema(pydantic.BaseModel):
+    """A frozen record that refuses unknown keys and non-finite numbers."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a JSON file. Raises InputError with one sentence naming the file and the key."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: is not UTF-8 text") from error
+        try:
+            return cls.model_validate_json(text)
+        except pydantic.ValidationError as error:
+            raise InputError(f"{path}: {describe(error)}") from error
+
+    def save(self, path: Path | str) -> None:
+        """Write indented JSON, ending in a newline."""
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def describe(error: pydantic.ValidationError) -> str:
+    """One line for all mistakes of a validation error: `key: what is wrong; key: ...`."""
+    parts = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        parts.append(f"{key}: {message}" if key else message)
+    return "; ".join(parts)
+
+
+def identity_hash(value: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of a value's canonical JSON."""
+    if isinstance(value, pydantic.BaseModel):
+        value = value.model_dump(mode="json")
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
