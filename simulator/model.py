@@ -126,9 +126,7 @@ def transformers_config(config: dict[str, Any]) -> Any:
             f"model family {family!r} is not supported; this version trains {', '.join(SUPPORTED_FAMILIES)}"
         )
     if config.get("quantization_config"):
-        raise UnsupportedChoice(
-            "the model is quantized ('quantization_config'); train from full-precision weights"
-        )
+        raise UnsupportedChoice("the model is quantized ('quantization_config'); train from full-precision weights")
     try:
         return AutoConfig.for_model(**config)
     except Exception as error:

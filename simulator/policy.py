@@ -150,9 +150,7 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
         )
     for field in ("clipping", "gradient_format", "state_format"):
         if getattr(policy, field) != getattr(workload, field):
-            raise InputError(
-                f"policy.{field}: {getattr(policy, field)!r}, the user chose {getattr(workload, field)!r}"
-            )
+            raise InputError(f"policy.{field}: {getattr(policy, field)!r}, the user chose {getattr(workload, field)!r}")
 
     if policy.state_format != "fp32":
         raise UnsupportedChoice("policy.state_format: '8bit' is not built yet; use 'fp32'")
@@ -173,9 +171,7 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
             f"{sorted(set(policy.save_levels) - set(EAGER_SAVE_LEVELS))}; compile the layers"
         )
     if policy.checkpoint_interval > 1 and set(policy.save_levels) != {"input"}:
-        raise UnsupportedChoice(
-            "policy.checkpoint_interval: more than 1 needs save level 'input' in every layer"
-        )
+        raise UnsupportedChoice("policy.checkpoint_interval: more than 1 needs save level 'input' in every layer")
     for block in range(model.num_blocks):
         where = f"block {block}"
         optimizer, weights = policy.optimizer_homes[block], policy.weight_homes[block]

@@ -25,9 +25,7 @@ def parse_bytes(text: str | int, *, name: str = "size") -> int:
     """Bytes of a size such as `24GiB`, `1.5 GB` or `0`. Raises InputError naming `name`."""
     match = _SIZE.fullmatch(str(text))
     if match is None or match.group(2).upper() not in _MULTIPLIERS:
-        raise InputError(
-            f"{name}: {text!r} is not a size; write a number with B, KiB, MiB, GiB, KB, MB or GB"
-        )
+        raise InputError(f"{name}: {text!r} is not a size; write a number with B, KiB, MiB, GiB, KB, MB or GB")
     return round(float(match.group(1)) * _MULTIPLIERS[match.group(2).upper()])
 
 
