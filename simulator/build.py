@@ -1,0 +1,310 @@
+"""The builder: policy -> step program. The only place where order is decided.
+
+The order of one step, and why:
+
+1. Updates that wait for the clip factor of the step before (clipping: global), low blocks first: the forward needs
+   them in that order. With layerwise or no clipping an update follows its gradient at once, inside the backward.
+2. For each group of micro-batches: forward block by block, every micro-batch of the group in a block before the next
+   block (weights arrive once a group), loss, backward in reverse. Micro-batches always ascend, so that sums of
+   gradients do not depend on the grouping.
+3. In the last group a block's gradient is finished (rounded once, squared norm) as soon as it is complete, and leaves
+   for its home.
+4. The clip factor.
+
+Weights that stream are loaded `prefetch_depth` visits ahead into slots. A slot is chosen by farthest next use, so the
+top layers are not loaded again at the turn from forward to backward.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from simulator.dependencies import derive_waits
+from simulator.formats import PRECISIONS
+from simulator.model import ModelSpec
+from simulator.placement import Placement, place
+from simulator.policy import Policy, Workload, check_policy
+from simulator.program import Access, Buffer, Kind, Operation, Program, Resource, Role, StepProgram, Tier
+
+Phase = Literal["forward", "recompute", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One passage of a group through a layer: the time for which the layer's weights must be on the device."""
+
+    phase: Phase
+    group: int
+    block: int
+
+
+def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
+    """The step program of a policy. Raises InputError or UnsupportedChoice for policies it cannot build."""
+    check_policy(policy, model, workload)
+    placement = place(model, workload, policy)
+    buffers = {**placement.buffers, **_passing_buffers(model, workload, policy)}
+    delayed = policy.clipping == "global"
+    orders = {
+        "first": list(_step(model, policy, placement, pending=False)),
+        "steady": list(_step(model, policy, placement, pending=delayed)),
+        "drain": list(_updates(model, policy, placement)) if delayed else [],
+    }
+    programs = derive_waits(orders)
+    first, steady, drain = (Program(variant, programs[variant], buffers) for variant in orders)
+    return StepProgram(first=first, steady=steady, drain=drain, buffers=buffers)
+
+
+def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
+    """The passages of groups through layers, in the order of one step."""
+    found = []
+    for group in range(len(policy.groups)):
+        found += [Visit("forward", group, block) for block in model.layers]
+        segments = [
+            model.layers[start : start + policy.checkpoint_interval]
+            for start in range(0, model.num_layers, policy.checkpoint_interval)
+        ]
+        for segment in reversed(segments):
+            found += [Visit("recompute", group, block) for block in segment[:-1]]
+            found += [Visit("backward", group, block) for block in reversed(segment)]
+    return found
+
+
+def slot_loads(model: ModelSpec, policy: Policy, num_slots: int) -> tuple[list[int], list[int]]:
+    """For each visit the slot it reads (-1: resident), and the visit before which its load is issued (-1: no load).
+
+    Loads look `prefetch_depth` visits ahead. The slot given up is the one whose content is needed last.
+    """
+    sequence = visits(model, policy)
+    streamed = [index for index, visit in enumerate(sequence) if policy.weight_homes[visit.block] == "host"]
+    uses: dict[int, list[int]] = {}
+    for index in reversed(streamed):
+        uses.setdefault(sequence[index].block, []).append(index)  # pop() yields the next use
+    content: list[int | None] = [None] * num_slots
+    free_from = [0] * num_slots  # first visit at which the slot's content is no longer being read
+    slots, issue = [-1] * len(sequence), [-1] * len(sequence)
+    for order, index in enumerate(streamed):
+        block = sequence[index].block
+        if block in content:
+            slot = content.index(block)
+        else:
+            earliest = streamed[max(0, order - policy.prefetch_depth)]
+            usable = [slot for slot in range(num_slots) if free_from[slot] <= earliest]
+            slot = max(usable, key=lambda candidate: _next_use(content[candidate], uses))
+            content[slot] = block
+            issue[index] = earliest
+        slots[index] = slot
+        free_from[slot] = index + 1
+        uses[block].pop()
+    return slots, issue
+
+
+def _next_use(block: int | None, uses: dict[int, list[int]]) -> float:
+    return uses[block][-1] if block is not None and uses[block] else float("inf")
+
+
+def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bool) -> Iterator[Operation]:
+    if pending:
+        yield from _updates(model, policy, placement)
+    sequence = visits(model, policy)
+    slots, issue = slot_loads(model, policy, len(placement.slots))
+    loads_at: dict[int, list[int]] = {}
+    for index, at in enumerate(issue):
+        if at >= 0:
+            loads_at.setdefault(at, []).append(index)
+    # Resident weights that the host has updated come back in the first group's forward, in order of need.
+    returning = [block for block in range(model.num_blocks) if pending and _returns(policy, block)]
+    micro_batches = _micro_batches(policy.groups)
+
+    for index, visit in enumerate(sequence):
+        group = micro_batches[visit.group]
+        opens_group = visit.phase == "forward" and visit.block == 1
+        if opens_group:
+            yield from (_load_batch(m, visit.group) for m in group)
+        while returning and returning[0] <= visit.block + policy.prefetch_depth:
+            yield _load_resident(returning.pop(0))
+        if opens_group:
+            yield from (_embed(m, visit.group) for m in group)
+        for ready in loads_at.get(index, []):
+            block = sequence[ready].block
+            yield _load_weights(f"device.slot.{slots[ready]}", block, f"{sequence[ready].phase}.{visit.group}")
+        weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
+        for m in group:
+            yield _layer_operation(visit, m, weights, policy, placement)
+
+        last_group = visit.group == len(policy.groups) - 1
+        if visit.phase == "forward" and visit.block == model.num_layers:
+            yield from (_load_resident(block) for block in returning)
+            returning = []
+            yield from (_loss(model, m, visit.group, placement) for m in group)
+            if last_group:
+                yield from _completed(policy, placement, model.head)
+        if visit.phase == "backward":
+            if last_group:
+                yield from _completed(policy, placement, visit.block)
+            if visit.block == 1:
+                yield from (_embed_backward(m, visit.group, placement) for m in group)
+                if last_group:
+                    yield from _completed(policy, placement, 0)
+    if policy.clipping == "global":
+        norms = tuple(_same(f"device.norm.{block}") for block in range(model.num_blocks))
+        yield _clip("clip", -1, norms, "")
+
+
+def _micro_batches(groups: tuple[int, ...]) -> list[range]:
+    starts = [sum(groups[:index]) for index in range(len(groups))]
+    return [range(start, start + size) for start, size in zip(starts, groups, strict=True)]
+
+
+def _load_batch(m: int, group: int) -> Operation:
+    return Operation(f"load_batch.{m}", Kind.LOAD_BATCH, Resource.H2D, -1, m, group, writes=(_same(f"batch.{m}"),))
+
+
+def _load_weights(target: str, block: int, passage: str) -> Operation:
+    content = f"weights.{block}"
+    return Operation(
+        f"load_weights.{block}.{passage}", Kind.LOAD_WEIGHTS, Resource.H2D, block,
+        reads=(Access(f"host.weights.{block}", content),), writes=(Access(target, content),),
+    )  # fmt: skip
+
+
+def _load_resident(block: int) -> Operation:
+    return _load_weights(f"device.weights.{block}", block, "updated")
+
+
+def _embed(m: int, group: int) -> Operation:
+    return Operation(
+        f"forward.0.{m}", Kind.FORWARD, Resource.COMPUTE, 0, m, group,
+        reads=(Access("device.weights.0", "weights.0"), _same(f"batch.{m}")), writes=(_same(f"hidden.1.{m}"),),
+    )  # fmt: skip
+
+
+def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placement: Placement) -> Operation:
+    block, level = visit.block, policy.save_levels[visit.block - 1]
+    parameters = Access(weights, f"weights.{block}")
+    hidden, output = _same(f"hidden.{block}.{m}"), _same(f"hidden.{block + 1}.{m}")
+    saved = (_same(f"saved.{block}.{m}"),) if level != "input" else ()
+    name = f"{visit.phase}.{block}.{m}"
+    if visit.phase == "forward":
+        return Operation(
+            name, Kind.FORWARD, Resource.COMPUTE, block, m, visit.group, level,
+            reads=(parameters, hidden), writes=(output, *saved),
+            releases=() if policy.kept_input(block) else (hidden.buffer,),
+        )  # fmt: skip
+    if visit.phase == "recompute":
+        return Operation(
+            name, Kind.RECOMPUTE, Resource.COMPUTE, block, m, visit.group, level,
+            reads=(parameters, hidden), writes=(output,),
+        )  # fmt: skip
+    upstream, gradient = _same(f"grad_hidden.{block + 1}.{m}"), _same(f"grad_hidden.{block}.{m}")
+    total = _gradient_sum(placement, block)
+    return Operation(
+        name, Kind.BACKWARD, Resource.COMPUTE, block, m, visit.group, level, first=m == 0,
+        reads=(parameters, hidden, *saved, upstream, *_added(total, m)), writes=(gradient, total),
+        releases=(hidden.buffer, upstream.buffer, *(access.buffer for access in saved)),
+    )  # fmt: skip
+
+
+def _loss(model: ModelSpec, m: int, group: int, placement: Placement) -> Operation:
+    head = model.head
+    hidden = _same(f"hidden.{head}.{m}")
+    weights = [Access(f"device.weights.{head}", f"weights.{head}")]
+    totals = [_gradient_sum(placement, head), _same("device.loss")]
+    if placement.tied_accumulator:
+        weights.append(Access("device.weights.0", "weights.0"))
+        totals.append(_same(placement.tied_accumulator))
+    added = tuple(access for total in totals for access in _added(total, m))
+    return Operation(
+        f"loss.{m}", Kind.LOSS, Resource.COMPUTE, head, m, group, first=m == 0,
+        reads=(*weights, hidden, _same(f"batch.{m}"), *added),
+        writes=(_same(f"grad_hidden.{head}.{m}"), *totals), releases=(hidden.buffer,),
+    )  # fmt: skip
+
+
+def _embed_backward(m: int, group: int, placement: Placement) -> Operation:
+    upstream, batch = _same(f"grad_hidden.1.{m}"), _same(f"batch.{m}")
+    total = _gradient_sum(placement, 0)
+    return Operation(
+        f"backward.0.{m}", Kind.BACKWARD, Resource.COMPUTE, 0, m, group, first=m == 0,
+        reads=(upstream, batch, *_added(total, m)), writes=(total,), releases=(upstream.buffer, batch.buffer),
+    )  # fmt: skip
+
+
+def _completed(policy: Policy, placement: Placement, block: int) -> Iterator[Operation]:
+    """What follows when a block's gradient is complete: rounding and norm, its way home, perhaps its update."""
+    totals = [_gradient_sum(placement, block)]
+    if block == 0 and placement.tied_accumulator:
+        totals.append(_same(placement.tied_accumulator))
+    gradient, norm = Access(placement.gradients[block], f"gradient.{block}"), _same(f"device.norm.{block}")
+    yield Operation(
+        f"finish_gradient.{block}", Kind.FINISH_GRADIENT, Resource.COMPUTE, block,
+        reads=tuple(totals), writes=(gradient, norm),
+    )  # fmt: skip
+    if policy.optimizer_homes[block] == "host":
+        yield Operation(
+            f"store_gradient.{block}", Kind.STORE_GRADIENT, Resource.D2H, block,
+            reads=(gradient,), writes=(Access(f"host.gradient.{block}", f"gradient.{block}"),),
+        )  # fmt: skip
+    if policy.clipping != "global":
+        yield _clip(f"clip.{block}", block, (norm,), f".{block}")
+        yield _update(policy, placement, block)
+        if _returns(policy, block):
+            yield _load_resident(block)
+
+
+def _clip(name: str, block: int, norms: tuple[Access, ...], suffix: str) -> Operation:
+    scalars = (_same(f"device.scalars{suffix}"), _same(f"host.scalars{suffix}"))
+    return Operation(name, Kind.CLIP, Resource.COMPUTE, block, reads=norms, writes=scalars)
+
+
+def _updates(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
+    return (_update(policy, placement, block) for block in range(model.num_blocks))
+
+
+def _update(policy: Policy, placement: Placement, block: int) -> Operation:
+    tier = policy.optimizer_homes[block]
+    gradient = f"host.gradient.{block}" if tier == "host" else placement.gradients[block]
+    suffix = "" if policy.clipping == "global" else f".{block}"
+    weights, state = Access(f"{tier}.weights.{block}", f"weights.{block}"), _same(f"{tier}.state.{block}")
+    return Operation(
+        f"update.{block}", Kind.UPDATE, Resource.HOST if tier == "host" else Resource.COMPUTE, block,
+        reads=(Access(gradient, f"gradient.{block}"), _same(f"{tier}.scalars{suffix}"), weights, state),
+        writes=(weights, state),
+    )  # fmt: skip
+
+
+def _returns(policy: Policy, block: int) -> bool:
+    """Whether a block's updated weights come back from the host into their resident place."""
+    return policy.optimizer_homes[block] == "host" and policy.weight_homes[block] == "device"
+
+
+def _same(buffer: str) -> Access:
+    return Access(buffer, buffer)
+
+
+def _gradient_sum(placement: Placement, block: int) -> Access:
+    return Access(placement.accumulators[block], f"gradient_sum.{block}")
+
+
+def _added(total: Access, m: int) -> tuple[Access, ...]:
+    """The first micro-batch of a step writes a sum, later ones read it too."""
+    return () if m == 0 else (total,)
+
+
+def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> dict[str, Buffer]:
+    """Buffers that live within a step: batches, layer inputs, what layers save, gradients of layer inputs."""
+    tokens = policy.micro_batch_rows * workload.sequence_length
+    hidden_bytes = tokens * model.hidden_size * PRECISIONS[workload.precision].weight
+    found = []
+    for m in range(policy.num_micro_batches):
+        # Token ids and labels, 8 bytes each.
+        found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, tokens * 16, -1, m, False))
+        for block in range(1, model.num_blocks):
+            found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, hidden_bytes, block, m, False))
+            found.append(
+                Buffer(f"grad_hidden.{block}.{m}", Tier.DEVICE, Role.GRAD_HIDDEN, hidden_bytes, block, m, False)
+            )
+        for block in model.layers:
+            level = policy.save_levels[block - 1]
+            if level != "input":
+                found.append(Buffer(f"saved.{block}.{m}", Tier.DEVICE, Role.SAVED, 0, block, m, False, level))
+    return {buffer.name: buffer for buffer in found}

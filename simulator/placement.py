@@ -1,0 +1,113 @@
+"""Placement: which buffer holds what under a policy, and how many bytes each persistent buffer takes.
+
+The builder reads it to write programs, the executor to allocate, the planner to sum memory: one table for all.
+"""
+
+from dataclasses import dataclass, field
+
+from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
+from simulator.model import ModelSpec
+from simulator.policy import Policy, Workload
+from simulator.program import Buffer, Role, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Names of the buffers that hold each block's values; '' where a block has none."""
+
+    buffers: dict[str, Buffer] = field(repr=False)
+    weights: tuple[str, ...]  # resident on the device, or ''
+    slots: tuple[str, ...]
+    accumulators: tuple[str, ...]  # where a block's gradient is summed over micro-batches
+    gradients: tuple[str, ...]  # where the completed gradient stands on the device
+    slabs: tuple[str, ...]
+    tied_accumulator: str  # the head's share of a tied embedding's gradient, or ''
+
+
+def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
+    """Lay out all persistent buffers of a policy that has passed check_policy."""
+    precision = PRECISIONS[workload.precision]
+    completed_bytes = gradient_bytes(workload.precision, policy.gradient_format)
+    optimizer_bytes = state_bytes(workload.precision, policy.state_format)
+    elements = [model.block(block).num_elements for block in range(model.num_blocks)]
+    same_format = completed_bytes == precision.accumulator
+    one_group = len(policy.groups) == 1
+    buffers: dict[str, Buffer] = {}
+
+    def add(name: str, tier: Tier, role: Role, num_bytes: int, block: int = -1) -> str:
+        buffers[name] = Buffer(name, tier, role, num_bytes, block)
+        return name
+
+    weights, accumulators, gradients = [], [], []
+    shared_accumulator = 0
+    needs_slabs = False
+    for block in range(model.num_blocks):
+        count, is_layer = elements[block], block in model.layers
+        on_host = policy.optimizer_homes[block] == "host"
+        resident = policy.weight_homes[block] == "device"
+        weights.append(
+            add(f"device.weights.{block}", Tier.DEVICE, Role.WEIGHTS, count * precision.weight, block)
+            if resident
+            else ""
+        )
+        if on_host or not resident:
+            add(f"host.weights.{block}", Tier.HOST, Role.WEIGHTS, count * precision.weight, block)
+        tier = Tier.HOST if on_host else Tier.DEVICE
+        add(f"{tier}.state.{block}", tier, Role.STATE, count * optimizer_bytes, block)
+        if on_host:
+            add(f"host.gradient.{block}", Tier.HOST, Role.GRADIENT, count * completed_bytes, block)
+
+        # Layers on their way to the host share slabs; the edges, few and large, have a buffer of their own.
+        transit, slab = on_host and is_layer, f"device.slab.{block % policy.gradient_slabs}"
+        if one_group and same_format and transit:
+            accumulator = gradient = slab
+        elif one_group and same_format:
+            accumulator = gradient = f"device.gradient.{block}"
+        elif one_group:
+            shared_accumulator = max(shared_accumulator, count * precision.accumulator)
+            accumulator = "device.accumulator"
+            gradient = slab if transit else f"device.gradient.{block}"
+        else:
+            accumulator = f"device.accumulator.{block}"
+            add(accumulator, Tier.DEVICE, Role.ACCUMULATOR, count * precision.accumulator, block)
+            if same_format or not on_host:
+                gradient = accumulator  # rounded in place, so that its memory is not needed twice
+            else:
+                gradient = slab if is_layer else f"device.gradient.{block}"
+        if gradient.startswith("device.gradient"):
+            add(gradient, Tier.DEVICE, Role.GRADIENT, count * completed_bytes, block)
+        needs_slabs |= gradient == slab
+        accumulators.append(accumulator)
+        gradients.append(gradient)
+    if shared_accumulator:
+        add("device.accumulator", Tier.DEVICE, Role.ACCUMULATOR, shared_accumulator)
+    tied = ""
+    if model.tied_embeddings:
+        tied = add("device.accumulator.tied", Tier.DEVICE, Role.ACCUMULATOR, elements[0] * precision.accumulator, 0)
+
+    largest_layer = max((elements[block] for block in model.layers), default=0)
+    streams = any(policy.weight_homes[block] == "host" for block in model.layers)
+    num_slots = min(policy.prefetch_depth + 1, model.num_layers) if streams else 0
+    slots = tuple(
+        add(f"device.slot.{index}", Tier.DEVICE, Role.SLOT, largest_layer * precision.weight)
+        for index in range(num_slots)
+    )
+    slabs = tuple(
+        add(f"device.slab.{index}", Tier.DEVICE, Role.SLAB, largest_layer * completed_bytes)
+        for index in range(policy.gradient_slabs if needs_slabs else 0)
+    )
+    for block in range(model.num_blocks):
+        add(f"device.norm.{block}", Tier.DEVICE, Role.SCALARS, 8, block)
+    add("device.loss", Tier.DEVICE, Role.SCALARS, 8)
+    for suffix in [""] if policy.clipping == "global" else [f".{block}" for block in range(model.num_blocks)]:
+        add(f"device.scalars{suffix}", Tier.DEVICE, Role.SCALARS, 64)
+        add(f"host.scalars{suffix}", Tier.HOST, Role.SCALARS, 64)
+    return Placement(
+        buffers=buffers,
+        weights=tuple(weights),
+        slots=slots,
+        accumulators=tuple(accumulators),
+        gradients=tuple(gradients),
+        slabs=slabs,
+        tied_accumulator=tied,
+    )

@@ -1,0 +1,197 @@
+"""The step program: one training step as typed operations on named resources and buffers.
+
+A program is a list in an order that is right when run one operation after another. Every resource works through its
+own operations in list order (FIFO); between resources an operation waits for the operations named in `waits`, of the
+same step (offset 0) or of the step before (offset -1). A wait always points to an earlier operation, so a program
+cannot deadlock. Programs are data: they print, diff, serialise and replay.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class Tier(StrEnum):
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Resource(StrEnum):
+    """What an operation occupies while it runs: streams of the GPU, the host's optimizer threads, the disk."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+
+
+class Kind(StrEnum):
+    LOAD_BATCH = "load_batch"
+    LOAD_WEIGHTS = "load_weights"
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    FINISH_GRADIENT = "finish_gradient"
+    STORE_GRADIENT = "store_gradient"
+    CLIP = "clip"
+    UPDATE = "update"
+
+
+class Role(StrEnum):
+    """What a buffer is for; the executor allocates persistent buffers by role."""
+
+    WEIGHTS = "weights"
+    SLOT = "slot"
+    STATE = "state"
+    ACCUMULATOR = "accumulator"
+    GRADIENT = "gradient"
+    SLAB = "slab"
+    SCALARS = "scalars"
+    BATCH = "batch"
+    HIDDEN = "hidden"
+    SAVED = "saved"
+    GRAD_HIDDEN = "grad_hidden"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named piece of memory. Persistent buffers live as long as the run; the others from write to release.
+
+    `num_bytes` is exact except for role `saved`, whose size the costs know (it depends on the compiler).
+    """
+
+    name: str
+    tier: Tier
+    role: Role
+    num_bytes: int
+    block: int = -1
+    micro_batch: int = -1
+    persistent: bool = True
+    level: str = ""
+
+
+class Access(NamedTuple):
+    """An operation's use of a buffer: `content` names the value that it reads there or leaves there."""
+
+    buffer: str
+    content: str
+
+
+class Wait(NamedTuple):
+    operation: str
+    step_offset: int  # 0: this step; -1: the step before
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One entry of a program. `block` counts embedding 0, layers 1..L, head L+1; -1 where it does not apply."""
+
+    name: str
+    kind: Kind
+    resource: Resource
+    block: int = -1
+    micro_batch: int = -1
+    group: int = -1
+    level: str = ""  # save level of forward and backward
+    first: bool = False  # writes its accumulator instead of adding to it
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    releases: tuple[str, ...] = ()
+    waits: tuple[Wait, ...] = ()
+
+    def with_waits(self, waits: tuple[Wait, ...]) -> "Operation":
+        return replace(self, waits=waits)
+
+    def read_from(self, role_prefix: str) -> str:
+        """The one buffer read whose name starts with `role_prefix`, e.g. `device.slot`."""
+        return next(access.buffer for access in self.reads if access.buffer.startswith(role_prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Operations in issue order, for one variant of the step.
+
+    `first` has no update pending from a step before; `steady` follows another step; `drain` holds only what is
+    pending, before saving, evaluating or the end.
+    """
+
+    variant: str
+    operations: tuple[Operation, ...]
+    buffers: Mapping[str, Buffer] = field(repr=False)
+
+    def __iter__(self) -> Iterator[Operation]:
+        return iter(self.operations)
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "variant": self.variant,
+                "buffers": [asdict(buffer) for buffer in self.buffers.values()],
+                "operations": [asdict(operation) for operation in self.operations],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Program":
+        data = json.loads(text)
+        buffers = [Buffer(**{**row, "tier": Tier(row["tier"]), "role": Role(row["role"])}) for row in data["buffers"]]
+        return cls(
+            variant=data["variant"],
+            operations=tuple(_operation(row) for row in data["operations"]),
+            buffers={buffer.name: buffer for buffer in buffers},
+        )
+
+    def describe(self) -> str:
+        """One line an operation: name, resource, what it waits for, what it reads, writes and releases."""
+        return "\n".join(_line(operation) for operation in self.operations)
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """The three variants of a step and the table of buffers they share."""
+
+    first: Program
+    steady: Program
+    drain: Program
+    buffers: Mapping[str, Buffer] = field(repr=False)
+
+
+def _operation(row: dict[str, Any]) -> Operation:
+    return Operation(
+        **{
+            **row,
+            "kind": Kind(row["kind"]),
+            "resource": Resource(row["resource"]),
+            "reads": tuple(Access(*access) for access in row["reads"]),
+            "writes": tuple(Access(*access) for access in row["writes"]),
+            "releases": tuple(row["releases"]),
+            "waits": tuple(Wait(*wait) for wait in row["waits"]),
+        }
+    )
+
+
+def _line(operation: Operation) -> str:
+    def show(accesses: tuple[Access, ...]) -> str:
+        return " ".join(a.buffer if a.buffer == a.content else f"{a.buffer}={a.content}" for a in accesses)
+
+    waits = " ".join(w.operation + ("" if w.step_offset == 0 else "@-1") for w in operation.waits)
+    parts = [f"{operation.name:24} {operation.resource:8}"]
+    for title, text in (
+        ("waits", waits),
+        ("reads", show(operation.reads)),
+        ("writes", show(operation.writes)),
+        ("releases", " ".join(operation.releases)),
+    ):
+        if text:
+            parts.append(f"{title}: {text}")
+    return "  ".join(parts)
