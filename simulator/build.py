@@ -9,7 +9,7 @@ The order of one step, and why:
    gradients do not depend on the grouping.
 3. In the last group a block's gradient is finished (rounded once, squared norm) as soon as it is complete, and leaves
    for its home.
-4. The clip factor.
+4. The clip factor, and the report of loss and norm.
 
 Weights that stream are loaded `prefetch_depth` visits ahead into slots. A slot is chosen by farthest next use, so the
 top layers are not loaded again at the turn from forward to backward.
@@ -22,7 +22,7 @@ from typing import Literal
 from simulator.dependencies import derive_waits
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
-from simulator.placement import Placement, place
+from simulator.placement import Placement, batch_bytes, place
 from simulator.policy import Policy, Workload, check_policy
 from simulator.program import Access, Buffer, Kind, Operation, Program, Resource, Role, StepProgram, Tier
 
@@ -145,9 +145,13 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
                 yield from (_embed_backward(m, visit.group, placement) for m in group)
                 if last_group:
                     yield from _completed(policy, placement, 0)
+    norms = tuple(_same(f"device.norm.{block}") for block in range(model.num_blocks))
     if policy.clipping == "global":
-        norms = tuple(_same(f"device.norm.{block}") for block in range(model.num_blocks))
         yield _clip("clip", -1, norms, "")
+    # What the step's log line needs, for the host.
+    yield Operation(
+        "report", Kind.REPORT, Resource.COMPUTE, reads=(_same("device.loss"), *norms), writes=(_same("host.report"),)
+    )
 
 
 def _micro_batches(groups: tuple[int, ...]) -> list[range]:
@@ -296,8 +300,7 @@ def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> di
     hidden_bytes = tokens * model.hidden_size * PRECISIONS[workload.precision].weight
     found = []
     for m in range(policy.num_micro_batches):
-        # Token ids and labels, 8 bytes each.
-        found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, tokens * 16, -1, m, False))
+        found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, batch_bytes(tokens), -1, m, False))
         for block in range(1, model.num_blocks):
             found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, hidden_bytes, block, m, False))
             found.append(

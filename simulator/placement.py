@@ -102,6 +102,9 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     for suffix in [""] if policy.clipping == "global" else [f".{block}" for block in range(model.num_blocks)]:
         add(f"device.scalars{suffix}", Tier.DEVICE, Role.SCALARS, 64)
         add(f"host.scalars{suffix}", Tier.HOST, Role.SCALARS, 64)
+    add("host.report", Tier.HOST, Role.SCALARS, 64)
+    # Two steps' batches: one is read by copies while the next is filled.
+    add("host.batches", Tier.HOST, Role.BATCH, 2 * batch_bytes(workload.tokens_per_step))
     return Placement(
         buffers=buffers,
         weights=tuple(weights),
@@ -111,3 +114,8 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         slabs=slabs,
         tied_accumulator=tied,
     )
+
+
+def batch_bytes(tokens: int) -> int:
+    """Token ids and labels, 8 bytes each, and the loss scale."""
+    return tokens * 16 + 8

@@ -41,6 +41,7 @@ class Kind(StrEnum):
     STORE_GRADIENT = "store_gradient"
     CLIP = "clip"
     UPDATE = "update"
+    REPORT = "report"
 
 
 class Role(StrEnum):
@@ -108,9 +109,13 @@ class Operation:
     def with_waits(self, waits: tuple[Wait, ...]) -> "Operation":
         return replace(self, waits=waits)
 
-    def read_from(self, role_prefix: str) -> str:
-        """The one buffer read whose name starts with `role_prefix`, e.g. `device.slot`."""
-        return next(access.buffer for access in self.reads if access.buffer.startswith(role_prefix))
+    def source(self, content_prefix: str) -> str:
+        """The buffer from which this operation reads the content that starts with `content_prefix`."""
+        return next(access.buffer for access in self.reads if access.content.startswith(content_prefix))
+
+    def target(self, content_prefix: str) -> str:
+        """The buffer in which this operation leaves the content that starts with `content_prefix`."""
+        return next(access.buffer for access in self.writes if access.content.startswith(content_prefix))
 
 
 @dataclass(frozen=True, slots=True)

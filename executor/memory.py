@@ -1,0 +1,147 @@
+"""Memory: the tensors behind a program's buffers.
+
+Persistent buffers are allocated once, by the sizes of the program's own table; what passes through a step (layer
+inputs, saved activations, their gradients) is kept by name from the operation that writes it to the one that
+releases it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from executor.store import BlockLayout, BlockState, HostStore, Plane, cuda_pinning, plane_dtype
+from simulator.formats import PRECISIONS
+from simulator.model import ModelSpec
+from simulator.policy import Policy, Workload
+from simulator.program import Buffer, Role, Tier
+
+STATE_PLANES: tuple[Plane, ...] = ("low", "first_moment", "second_moment")
+
+
+class Memory:
+    """Tensors by buffer name, for one model, workload and policy on one device."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        policy: Policy,
+        buffers: Mapping[str, Buffer],
+        device: torch.device,
+    ) -> None:
+        self.model, self.device = model, device
+        self.precision = workload.precision
+        self.gradient_format = policy.gradient_format
+        self.passing: dict[str, Any] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._device_states: dict[int, dict[Plane, torch.Tensor]] = {}
+        self.host = HostStore(
+            model,
+            [_layout(buffers, block) for block in range(model.num_blocks)],
+            precision=self.precision,
+            gradient_format=self.gradient_format,
+            pinning=cuda_pinning() if device.type == "cuda" else None,
+        )
+        for buffer in buffers.values():
+            if buffer.persistent:
+                self._allocate(buffer)
+        real = torch.float64 if self.precision == "fp64" else torch.float32
+        self.norms = torch.zeros(model.num_blocks, dtype=torch.float64, device=device)
+        self.loss = torch.zeros((), dtype=real, device=device)
+        suffixes = [name.removeprefix("host.scalars") for name in buffers if name.startswith("host.scalars")]
+        self.scalars = {suffix: torch.zeros(5, dtype=real, device=device) for suffix in suffixes}
+        self.host_scalars = {suffix: self._host_zeros(5, real) for suffix in suffixes}
+        self.report = self._host_zeros((2, 2), torch.float64)  # loss and norm, for even and odd steps
+        rows = (policy.num_micro_batches, policy.micro_batch_rows, workload.sequence_length)
+        self.host_tokens = self._host_zeros((2, 2, *rows), torch.int64)  # even and odd steps; tokens and labels
+        self.tokens = torch.zeros((2, *rows), dtype=torch.int64, device=device)
+        self.host_loss_scale = self._host_zeros(2, torch.float64)
+        self.loss_scales = torch.zeros(policy.num_micro_batches, dtype=torch.float64, device=device)
+
+    def _allocate(self, buffer: Buffer) -> None:
+        dtype = self._dtype(buffer)
+        if buffer.tier is Tier.HOST or dtype is None:
+            return  # in the host store, or one of the scalars
+        if buffer.role is Role.STATE:
+            planes: dict[Plane, torch.Tensor] = {}
+            for plane in STATE_PLANES:
+                plane_type = plane_dtype(plane, self.precision, self.gradient_format)
+                if plane_type is not None:
+                    planes[plane] = torch.zeros(
+                        self.model.block(buffer.block).num_elements, dtype=plane_type, device=self.device
+                    )
+            self._device_states[buffer.block] = planes
+            return
+        # Zeros, not garbage: the padding between a block's tensors must be zero for ever.
+        self._tensors[buffer.name] = torch.zeros(buffer.num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
+
+    def _dtype(self, buffer: Buffer) -> torch.dtype | None:
+        match buffer.role:
+            case Role.WEIGHTS | Role.SLOT:
+                return plane_dtype("weights", self.precision, self.gradient_format)
+            case Role.GRADIENT | Role.SLAB:
+                return plane_dtype("gradient", self.precision, self.gradient_format)
+            case Role.ACCUMULATOR:
+                return torch.float64 if PRECISIONS[self.precision].accumulator == 8 else torch.float32
+            case Role.STATE:
+                return torch.float32
+        return None
+
+    def _host_zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def plane(self, buffer: str, block: int) -> torch.Tensor:
+        """The flat tensor [num_elements] that `buffer` holds for `block`; slots and slabs serve blocks of any size."""
+        if buffer == f"host.weights.{block}":
+            return self.host.plane(block, "weights")
+        if buffer == f"host.gradient.{block}":
+            return self.host.plane(block, "gradient")
+        return self._tensors[buffer][: self.model.block(block).num_elements]
+
+    def state(self, block: int) -> BlockState:
+        """The master state of a block where its optimizer lives: what is loaded, updated, saved and exported."""
+        planes = self._device_states.get(block)
+        if planes is None:
+            return self.host.state(block)
+        weights = self.plane(f"device.weights.{block}", block)
+        return BlockState(weights, planes.get("low"), planes["first_moment"], planes["second_moment"])
+
+    def states(self) -> list[BlockState]:
+        return [self.state(block) for block in range(self.model.num_blocks)]
+
+    def refresh_resident_weights(self) -> None:
+        """Copy host-homed weights into their resident place, after loading or restoring them."""
+        for block in range(self.model.num_blocks):
+            name = f"device.weights.{block}"
+            if block not in self._device_states and name in self._tensors:
+                self.plane(name, block).copy_(self.host.plane(block, "weights"))
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes allocated for blocks, by tier: to compare with the program's table."""
+        device = [*self._tensors.values(), *(t for planes in self._device_states.values() for t in planes.values())]
+        return {
+            "device": sum(tensor.numel() * tensor.itemsize for tensor in device),
+            "host": self.host.bytes.resident,
+        }
+
+    def close(self) -> None:
+        """Unpin and drop everything."""
+        self.passing.clear()
+        self._tensors.clear()
+        self._device_states.clear()
+        self.host.close()
+
+
+def _layout(buffers: Mapping[str, Buffer], block: int) -> BlockLayout:
+    planes: list[Plane] = []
+    pinned: list[Plane] = []
+    if f"host.weights.{block}" in buffers:
+        planes.append("weights")
+        pinned.append("weights")
+    if f"host.gradient.{block}" in buffers:
+        planes.append("gradient")
+        pinned.append("gradient")
+    if f"host.state.{block}" in buffers:
+        planes += STATE_PLANES
+    return BlockLayout(tuple(planes), tuple(pinned))

@@ -1,0 +1,195 @@
+"""What each kind of operation does: the table that the runner looks functions up in.
+
+Every function takes its tensors by the buffer names that the operation carries; nothing here decides an order.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from executor.adamw import adamw_device, adamw_host, clip_scalars
+from executor.gradients import accumulate, finish_gradient
+from executor.head import head_loss
+from executor.layer import LayerTemplates
+from executor.memory import Memory
+from simulator.model import ModelSpec
+from simulator.policy import Policy
+from simulator.program import Kind, Operation, Resource
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """AdamW's hyperparameters for a run. `table` [max_steps, 3] comes from executor.adamw.step_scalars."""
+
+    table: torch.Tensor
+    betas: tuple[float, float]
+    epsilon: float
+    max_grad_norm: float | None
+
+
+class Operations:
+    """The functions of one run, bound to its memory, templates and optimizer."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        policy: Policy,
+        memory: Memory,
+        templates: LayerTemplates,
+        optimization: Optimization,
+        *,
+        host_threads: int,
+    ) -> None:
+        self.model, self.policy, self.memory, self.templates = model, policy, memory, templates
+        self.optimization = optimization
+        self.host_threads = host_threads
+        self.parity = 0  # of the step being launched: which half of the double-buffered host tensors it uses
+        self.table = optimization.table.to(memory.device)
+        # Steps applied so far, per set of scalars: a skipped step does not count, and only the device knows.
+        self.counts = {suffix: torch.zeros((), dtype=torch.int64, device=memory.device) for suffix in memory.scalars}
+        self.norm = torch.zeros((), dtype=torch.float64, device=memory.device)
+
+    def table_of_functions(self) -> Mapping[str, Callable[[Operation], None]]:
+        functions: dict[Kind, Callable[[Operation], None]] = {
+            Kind.LOAD_BATCH: self.load_batch,
+            Kind.LOAD_WEIGHTS: self.load_weights,
+            Kind.FORWARD: self.forward,
+            Kind.RECOMPUTE: self.recompute,
+            Kind.LOSS: self.loss,
+            Kind.BACKWARD: self.backward,
+            Kind.FINISH_GRADIENT: self.finish_gradient,
+            Kind.STORE_GRADIENT: self.store_gradient,
+            Kind.CLIP: self.clip,
+            Kind.UPDATE: self.update,
+            Kind.REPORT: self.report,
+        }
+        return functions
+
+    def load_batch(self, operation: Operation) -> None:
+        memory, m = self.memory, operation.micro_batch
+        memory.tokens[:, m].copy_(memory.host_tokens[self.parity, :, m], non_blocking=True)
+        memory.loss_scales[m].copy_(memory.host_loss_scale[self.parity], non_blocking=True)
+
+    def load_weights(self, operation: Operation) -> None:
+        block = operation.block
+        source = self.memory.plane(operation.source("weights"), block)
+        self.memory.plane(operation.target("weights"), block).copy_(source, non_blocking=True)
+
+    def forward(self, operation: Operation) -> None:
+        block, m, passing = operation.block, operation.micro_batch, self.memory.passing
+        weights = self.memory.plane(operation.source("weights"), block)
+        if block == 0:
+            passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m])
+            return
+        output, saved = self.templates.forward(block, weights, passing[f"hidden.{block}.{m}"], operation.level)
+        passing[f"hidden.{block + 1}.{m}"] = output
+        if saved is not None:
+            passing[f"saved.{block}.{m}"] = saved
+        self._release(operation)
+
+    def recompute(self, operation: Operation) -> None:
+        block, m, passing = operation.block, operation.micro_batch, self.memory.passing
+        weights = self.memory.plane(operation.source("weights"), block)
+        passing[f"hidden.{block + 1}.{m}"], _ = self.templates.forward(
+            block, weights, passing[f"hidden.{block}.{m}"], "input"
+        )
+
+    def loss(self, operation: Operation) -> None:
+        memory, block, m = self.memory, operation.block, operation.micro_batch
+        tied = self.model.tied_embeddings
+        loss_sum, grad_hidden = head_loss(
+            self.templates,
+            memory.plane(f"device.weights.{block}", block),
+            memory.plane("device.weights.0", 0) if tied else None,
+            memory.passing[f"hidden.{block}.{m}"],
+            memory.tokens[1, m],
+            loss_scale=memory.loss_scales[m],
+            chunk_tokens=self.policy.head_chunk_tokens,
+            head_accumulator=memory.plane(operation.target("gradient_sum"), block),
+            embedding_head_accumulator=memory.plane("device.accumulator.tied", 0) if tied else None,
+            first=operation.first,
+        )
+        if operation.first:
+            memory.loss.copy_(loss_sum)
+        else:
+            memory.loss.add_(loss_sum)
+        memory.passing[f"grad_hidden.{block}.{m}"] = grad_hidden
+        self._release(operation)
+
+    def backward(self, operation: Operation) -> None:
+        memory, block, m = self.memory, operation.block, operation.micro_batch
+        passing = memory.passing
+        upstream = passing[f"grad_hidden.{block + 1}.{m}"]
+        accumulator = memory.plane(operation.target("gradient_sum"), block)
+        if block == 0:
+            self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, first=operation.first)
+        else:
+            saved = passing.pop(f"saved.{block}.{m}", None)
+            weights = memory.plane(operation.source("weights"), block)
+            passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(
+                block, weights, passing[f"hidden.{block}.{m}"], saved, upstream
+            )
+            accumulate(accumulator, self.model.block(block), gradients, first=operation.first)
+        del upstream
+        self._release(operation)
+
+    def finish_gradient(self, operation: Operation) -> None:
+        memory, block = self.memory, operation.block
+        accumulator = memory.plane(operation.source("gradient_sum"), block)
+        if block == 0 and self.model.tied_embeddings:
+            accumulator.add_(memory.plane("device.accumulator.tied", 0))
+        finish_gradient(
+            accumulator,
+            memory.plane(operation.target("gradient."), block),
+            memory.norms[block],
+            gradient_format=memory.gradient_format,
+        )
+
+    def store_gradient(self, operation: Operation) -> None:
+        block = operation.block
+        source = self.memory.plane(operation.source("gradient"), block)
+        self.memory.plane(operation.target("gradient"), block).copy_(source, non_blocking=True)
+
+    def clip(self, operation: Operation) -> None:
+        memory, clipping = self.memory, self.policy.clipping
+        suffix = "" if operation.block < 0 else f".{operation.block}"
+        norms = memory.norms if operation.block < 0 else memory.norms[operation.block : operation.block + 1]
+        scalars = memory.scalars[suffix]
+        clip_scalars(
+            norms,
+            self.table,
+            self.counts[suffix],
+            None if clipping == "none" else self.optimization.max_grad_norm,
+            scalars=scalars,
+            norm=self.norm,
+        )
+        memory.host_scalars[suffix].copy_(scalars, non_blocking=True)
+
+    def update(self, operation: Operation) -> None:
+        memory, block = self.memory, operation.block
+        state = memory.state(block)
+        gradient = memory.plane(operation.source("gradient"), block)
+        suffix = "" if self.policy.clipping == "global" else f".{block}"
+        on_host = operation.resource is Resource.HOST
+        planes = (state.weights, state.low, state.first_moment, state.second_moment, gradient)
+        decay = self.model.block(block).num_matrix_elements
+        betas, eps = self.optimization.betas, self.optimization.epsilon
+        if on_host:
+            adamw_host(
+                *planes, memory.host_scalars[suffix], num_decay_elements=decay, betas=betas, eps=eps,
+                threads=self.host_threads,
+            )  # fmt: skip
+        else:
+            adamw_device(*planes, memory.scalars[suffix], num_decay_elements=decay, betas=betas, eps=eps)
+
+    def report(self, operation: Operation) -> None:
+        memory = self.memory
+        memory.report[self.parity, 0].copy_(memory.loss, non_blocking=True)
+        # With layerwise or no clipping nobody has put the norm together yet.
+        norm = self.norm if self.policy.clipping == "global" else memory.norms.sum().sqrt()
+        memory.report[self.parity, 1].copy_(norm, non_blocking=True)
+
+    def _release(self, operation: Operation) -> None:
+        for name in operation.releases:
+            self.memory.passing.pop(name, None)

@@ -1,0 +1,259 @@
+"""The runner: works through a program on streams and threads, in exactly the program's order.
+
+One launching thread walks the list. Operations on `compute`, `h2d` and `d2h` go to CUDA streams, `host` operations to
+one worker thread; waits between streams are events. A stream cannot wait for an event that is not recorded yet, so
+streams wait for the worker on a pinned word that counts its finished operations. Without CUDA everything runs inline,
+one operation after another: the program's order is right for that too.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from executor.streams import StreamWait
+from simulator.errors import ConveyorError
+from simulator.program import Operation, Program, Resource, Wait
+from simulator.timeline import Span
+
+Function = Callable[[Operation], None]
+# A wait that no one ends is a fault: give up after this long without any progress.
+PATIENCE_SECONDS = 600.0
+
+
+class Runner(Protocol):
+    """Runs programs one after another; `synchronize` returns when all that was launched has finished."""
+
+    def run(self, program: Program, *, record: bool = False) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def spans(self) -> list[Span]: ...
+
+    def close(self) -> None: ...
+
+
+class InlineRunner:
+    """Runs each operation to its end before the next starts: for machines without a GPU."""
+
+    def __init__(self, functions: Mapping[str, Function]) -> None:
+        self.functions = functions
+        self._spans: list[Span] = []
+
+    def run(self, program: Program, *, record: bool = False) -> None:
+        spans = []
+        origin = time.perf_counter()
+        for operation in program:
+            start = time.perf_counter() - origin
+            self.functions[operation.kind](operation)
+            spans.append(_span(operation, start, time.perf_counter() - origin, ""))
+        if record:
+            self._spans = spans
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def spans(self) -> list[Span]:
+        """Spans of the last recorded program, seconds from its start."""
+        return self._spans
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@dataclass(slots=True)
+class _Launched:
+    """An operation on its way: its end as an event (streams) or as a number in the worker's order (host)."""
+
+    operation: Operation
+    start: torch.cuda.Event | None = None
+    end: torch.cuda.Event | None = None
+    number: int = 0
+    seconds: list[float] = field(default_factory=list)  # host operations: start and end
+
+
+class StreamRunner:
+    """Runs programs on three CUDA streams and one worker thread."""
+
+    def __init__(self, functions: Mapping[str, Function], device: torch.device) -> None:
+        self.functions = functions
+        self.device = device
+        self.streams = {
+            Resource.COMPUTE: torch.cuda.Stream(device, priority=-1),
+            Resource.H2D: torch.cuda.Stream(device),
+            Resource.D2H: torch.cuda.Stream(device),
+        }
+        self.worker = HostWorker(functions, device)
+        self.stream_wait = StreamWait()
+        self.launched: dict[str, _Launched] = {}  # this step
+        self.launched_before: dict[str, _Launched] = {}  # the step before
+        self._recorded: dict[str, _Launched] = {}
+        self._reference: tuple[torch.cuda.Event, float] | None = None
+
+    def run(self, program: Program, *, record: bool = False) -> None:
+        """Launch a program. Returns before it has finished."""
+        self.launched_before, self.launched = self.launched, {}
+        if record:
+            self._reference = self._clock_reference()
+        for operation in program:
+            self.worker.raise_failure()
+            if operation.resource is Resource.HOST:
+                launched = self.worker.submit(operation, [self._find(wait) for wait in operation.waits])
+            else:
+                launched = self._launch(operation, record)
+            self.launched[operation.name] = launched
+        if record:
+            self._recorded = self.launched
+
+    def _launch(self, operation: Operation, record: bool) -> _Launched:
+        stream = self.streams[operation.resource]
+        for wait in operation.waits:
+            awaited = self._find(wait)
+            if awaited is None:
+                continue
+            if awaited.end is not None:
+                stream.wait_event(awaited.end)
+            else:
+                self.stream_wait.until(stream, self.worker.finished_word, awaited.number, self.worker)
+        launched = _Launched(operation)
+        with torch.cuda.stream(stream):
+            if record:
+                launched.start = torch.cuda.Event(enable_timing=True)
+                launched.start.record(stream)
+            self.functions[operation.kind](operation)
+            launched.end = torch.cuda.Event(enable_timing=record, blocking=True)
+            launched.end.record(stream)
+        return launched
+
+    def _find(self, wait: Wait) -> _Launched | None:
+        return (self.launched if wait.step_offset == 0 else self.launched_before).get(wait.operation)
+
+    def synchronize(self) -> None:
+        """Wait until all that was launched has finished. Raises what a worker raised."""
+        self.worker.wait_all()
+        for stream in self.streams.values():
+            stream.synchronize()
+        self.worker.raise_failure()
+
+    def _clock_reference(self) -> tuple[torch.cuda.Event, float]:
+        # An event on an idle stream completes at once: it ties the GPU's clock to the host's.
+        stream = torch.cuda.Stream(self.device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        event.synchronize()
+        return event, time.perf_counter()
+
+    def spans(self) -> list[Span]:
+        """Spans of the last recorded program, seconds from its first operation. Call after `synchronize`."""
+        if self._reference is None:
+            return []
+        event, clock = self._reference
+        times: dict[str, tuple[float, float]] = {}
+        for name, launched in self._recorded.items():
+            if launched.start is not None and launched.end is not None:
+                times[name] = (event.elapsed_time(launched.start) / 1e3, event.elapsed_time(launched.end) / 1e3)
+            else:
+                times[name] = (launched.seconds[0] - clock, launched.seconds[1] - clock)
+        return spans_with_causes([item.operation for item in self._recorded.values()], times)
+
+    def close(self) -> None:
+        """End the worker thread."""
+        self.worker.close()
+
+
+class HostWorker:
+    """One thread that runs host operations in order, and counts them in a pinned word that streams wait on."""
+
+    def __init__(self, functions: Mapping[str, Function], device: torch.device) -> None:
+        self.functions = functions
+        self.device = device
+        self.finished_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.submitted = 0
+        self.failure: BaseException | None = None
+        self._progress = threading.Condition()
+        self._queue: queue.SimpleQueue[tuple[_Launched, Sequence[_Launched | None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="conveyor-host", daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> int:
+        return int(self.finished_word[0])
+
+    def submit(self, operation: Operation, waits: Sequence[_Launched | None]) -> _Launched:
+        self.submitted += 1
+        launched = _Launched(operation, number=self.submitted)
+        self._queue.put((launched, waits))
+        return launched
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            launched, waits = item
+            if self.failure is None:
+                try:
+                    for awaited in waits:
+                        if awaited is not None and awaited.end is not None:
+                            awaited.end.synchronize()
+                    start = time.perf_counter()
+                    self.functions[launched.operation.kind](launched.operation)
+                    launched.seconds += [start, time.perf_counter()]
+                except BaseException as error:  # handed to the launching thread, which raises it
+                    self.failure = error
+            # Counted also after a failure: no stream may wait for ever for work that will not come.
+            with self._progress:
+                self.finished_word[0] = launched.number
+                self._progress.notify_all()
+
+    def wait_until(self, number: int) -> None:
+        """Block the caller until operation `number` has finished."""
+        with self._progress:
+            while self.finished < number:
+                before = self.finished
+                self._progress.wait(PATIENCE_SECONDS)
+                if self.finished == before:
+                    raise ConveyorError(
+                        f"the host worker made no progress for {PATIENCE_SECONDS:.0f} s; last finished operation: {before}"
+                    )
+
+    def wait_all(self) -> None:
+        self.wait_until(self.submitted)
+
+    def raise_failure(self) -> None:
+        """Raise in the launching thread what ended the worker."""
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=PATIENCE_SECONDS)
+
+
+def spans_with_causes(
+    operations: Sequence[Operation], times: Mapping[str, tuple[float, float]], gap_seconds: float = 20e-6
+) -> list[Span]:
+    """Spans from the start of the first operation; the cause of a gap is the awaited operation that ended last."""
+    origin = min(start for start, _ in times.values())
+    busy_until: dict[Resource, float] = {}
+    spans = []
+    for operation in operations:
+        start, end = times[operation.name]
+        cause = ""
+        if start - busy_until.get(operation.resource, start) > gap_seconds:
+            awaited = [w.operation for w in operation.waits if w.step_offset == 0 and w.operation in times]
+            ended = max(awaited, key=lambda name: times[name][1], default="")
+            # Only what ended inside the gap can have caused it.
+            if ended and times[ended][1] > busy_until[operation.resource]:
+                cause = ended
+        busy_until[operation.resource] = max(end, busy_until.get(operation.resource, end))
+        spans.append(_span(operation, start - origin, end - origin, cause))
+    return spans
+
+
+def _span(operation: Operation, start: float, end: float, cause: str) -> Span:
+    return Span(
+        operation.name, operation.kind.value, operation.resource.value, operation.block, operation.micro_batch,
+        start, end, cause,
+    )  # fmt: skip

@@ -1,0 +1,313 @@
+"""OperationCosts: measured seconds and bytes of Conveyor's own operations; Pricing: what an operation costs in a plan.
+
+A price is looked up measured first (exactly, else interpolated over rows), and computed by roofline from the hardware
+profile where nothing was measured. `Pricing.origins` says which operations got which, so no estimate hides.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy
+import pydantic
+
+from simulator import formulas
+from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
+from simulator.hardware import HardwareProfile, LinkDirection
+from simulator.model import ModelSpec
+from simulator.policy import SAVE_LEVELS, Policy, Workload
+from simulator.program import Buffer, Kind, Operation, Resource, Role
+from simulator.replay import Price, Sharing
+from simulator.schema import Schema, identity_hash
+
+# Share of the forward that a backward repeats at each save level: measured on one Qwen2.5-7B layer, H200, 16K tokens.
+RECOMPUTED_SHARE: dict[str, float] = {
+    "keep": 0.0,
+    "budget_70": 0.0,
+    "budget_50": 0.15,
+    "budget_30": 0.42,
+    "budget_10": 0.64,
+    "input": 0.9,
+}
+# Share of the bytes that level "keep" keeps, beside the layer's input: same measurement.
+KEPT_SHARE: dict[str, float] = {
+    "keep": 1.0,
+    "budget_70": 0.66,
+    "budget_50": 0.5,
+    "budget_30": 0.3,
+    "budget_10": 0.1,
+    "input": 0.0,
+}
+# Where nothing is measured: what eager keeps beyond a compiled layer, and the share of peak that kernels reach.
+EAGER_KEPT_FACTOR = 2.0
+BACKWARD_ELEMENTWISE_FACTOR = 2.0
+
+
+class MeasuredCost(Schema):
+    """One operation, measured alone: seconds, bytes that live only while it runs, bytes it keeps for the backward."""
+
+    seconds: float = pydantic.Field(ge=0)
+    transient_bytes: int = pydantic.Field(default=0, ge=0)
+    kept_bytes: int = pydantic.Field(default=0, ge=0)
+    source: str
+
+
+class OperationCosts(Schema):
+    """A table of measured operations for one machine, one layer shape and one precision. Depth does not matter."""
+
+    hardware: str  # identity hash of the profile it was measured under
+    shape: str  # `shape_hash` of the model
+    precision: str
+    compiled: bool
+    entries: dict[str, MeasuredCost] = pydantic.Field(default_factory=dict)
+    compute_beside_copies: float = pydantic.Field(default=1.0, gt=0, le=1)  # rate of compute while both links run
+    folded_runs: tuple[str, ...] = ()  # runs whose measured operations were folded in: calibrated, not held out
+
+    def with_entries(self, entries: Mapping[str, MeasuredCost], *, runs: tuple[str, ...] = ()) -> "OperationCosts":
+        return self.model_copy(
+            update={"entries": {**self.entries, **entries}, "folded_runs": (*self.folded_runs, *runs)}
+        )
+
+
+def shape_hash(model: ModelSpec) -> str:
+    """Identity of what one layer, the embedding and the head compute, whatever the depth."""
+    return identity_hash(
+        [model.family, model.num_heads, model.num_kv_heads, [kind.model_dump(mode="json") for kind in model.kinds]]
+    )
+
+
+def operation_key(operation: Operation, model: ModelSpec, workload: Workload, policy: Policy) -> str:
+    """The entry of OperationCosts that an operation is measured under, e.g. `forward.layer.full_attention.keep.2x1024`.
+
+    What depends on tokens ends in `{rows}x{sequence_length}`.
+    """
+    if operation.block < 0:
+        return operation.kind.value
+    block = model.block(operation.block)
+    parts = [operation.kind.value, block.kind, block.variant]
+    tokens = f"{policy.micro_batch_rows}x{workload.sequence_length}"
+    if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
+        return ".".join([*parts, *([operation.level] if operation.level else []), tokens])
+    if operation.kind is Kind.RECOMPUTE:
+        return ".".join(["forward", *parts[1:], "input", tokens])
+    if operation.kind is Kind.LOSS:
+        return ".".join([*parts, str(policy.head_chunk_tokens), tokens])
+    if operation.kind is Kind.UPDATE:
+        return ".".join([*parts, operation.resource.value, policy.gradient_format, policy.state_format])
+    if operation.kind in (Kind.FINISH_GRADIENT, Kind.STORE_GRADIENT):
+        return ".".join([*parts, policy.gradient_format])
+    return ".".join(parts)
+
+
+class Pricing:
+    """Prices of the operations and buffers of one model, workload and policy on one machine."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        policy: Policy,
+        hardware: HardwareProfile,
+        costs: OperationCosts | None = None,
+    ) -> None:
+        self.model, self.workload, self.policy, self.hardware = model, workload, policy, hardware
+        self.entries = dict(costs.entries) if costs is not None else {}
+        self.compute_beside_copies = costs.compute_beside_copies if costs is not None else 1.0
+        self.tokens = policy.micro_batch_rows * workload.sequence_length
+        self.origins: dict[str, str] = {}  # operation key -> measured | interpolated | roofline
+        self._prices: dict[str, Price] = {}
+
+    def price(self, operation: Operation) -> Price:
+        key = operation_key(operation, self.model, self.workload, self.policy)
+        if key not in self._prices:
+            self._prices[key] = self._price(key, operation)
+        return self._prices[key]
+
+    def size(self, buffer: Buffer) -> int:
+        """Bytes of a buffer. What a save level keeps is known by measurement, or estimated."""
+        if buffer.role is not Role.SAVED:
+            return buffer.num_bytes
+        block = self.model.block(buffer.block)
+        key = f"forward.{block.kind}.{block.variant}.{buffer.level}.{self._rows}"
+        measured = self._measured(key)
+        return measured.kept_bytes if measured is not None else self._roofline_kept_bytes(buffer.level)
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """How operations slow each other on this machine."""
+        link = self.hardware.link
+        alone = max(point.bytes_per_second.value for point in link.points)
+        return Sharing(
+            inline=self.hardware.execution == "inline",
+            duplex=min(link.duplex.h2d.value, link.duplex.d2h.value) / alone,
+            dram_bytes_per_second=self.hardware.host_dram_bytes_per_second.value,
+            compute_beside_copies=self.compute_beside_copies,
+        )
+
+    @property
+    def _rows(self) -> str:
+        return f"{self.policy.micro_batch_rows}x{self.workload.sequence_length}"
+
+    def _price(self, key: str, operation: Operation) -> Price:
+        measured = self._measured(key)
+        seconds = measured.seconds if measured is not None else self._roofline_seconds(operation)
+        self.origins[key] = "roofline" if measured is None else "measured" if key in self.entries else "interpolated"
+        transient = measured.transient_bytes if measured is not None else self._roofline_transient_bytes(operation)
+        return Price(seconds, self._dram_bytes(operation), transient)
+
+    def _measured(self, key: str) -> MeasuredCost | None:
+        if key in self.entries:
+            return self.entries[key]
+        prefix, _, tokens = key.rpartition(".")
+        if "x" not in tokens:
+            return None
+        rows, sequence_length = (int(part) for part in tokens.split("x"))
+        points = sorted(
+            (int(other.rpartition(".")[2].split("x")[0]), cost)
+            for other, cost in self._same_prefix(prefix, sequence_length)
+        )
+        if not points:
+            return None
+        at = [point[0] for point in points]
+
+        def line(values: list[float]) -> float:
+            # Between measured row counts on a line, beyond them in proportion to rows.
+            if rows < at[0]:
+                return values[0] * rows / at[0]
+            if rows > at[-1]:
+                return values[-1] * rows / at[-1]
+            return float(numpy.interp(rows, at, values))
+
+        return MeasuredCost(
+            seconds=line([cost.seconds for _, cost in points]),
+            transient_bytes=round(line([float(cost.transient_bytes) for _, cost in points])),
+            kept_bytes=round(line([float(cost.kept_bytes) for _, cost in points])),
+            source="interpolated over rows",
+        )
+
+    def _same_prefix(self, prefix: str, sequence_length: int) -> list[tuple[str, MeasuredCost]]:
+        return [
+            (key, cost)
+            for key, cost in self.entries.items()
+            if key.rpartition(".")[0] == prefix and key.endswith(f"x{sequence_length}")
+        ]
+
+    # Rooflines: the larger of arithmetic and memory time, or their sum where kernels alternate.
+
+    def _roofline_seconds(self, operation: Operation) -> float:
+        model, hardware, precision = self.model, self.hardware, self.workload.precision
+        width = PRECISIONS[precision]
+        if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) and operation.block in model.layers:
+            forward = self._layer_forward_seconds(operation.block)
+            if operation.kind is not Kind.BACKWARD:
+                return forward
+            share = RECOMPUTED_SHARE[operation.level]
+            recomputed = 1.0 if share and not self.workload.compiled else share
+            return self._layer_backward_seconds(operation.block) + forward * recomputed
+        elements = model.block(operation.block).num_elements if operation.block >= 0 else 0
+        completed = gradient_bytes(precision, self.policy.gradient_format)
+        hbm = hardware.hbm_bytes_per_second.value
+        launch = hardware.launch_seconds.value
+        match operation.kind:
+            case Kind.FORWARD:  # embedding: a gather
+                return launch + 2 * self.tokens * model.hidden_size * width.weight / hbm
+            case Kind.BACKWARD:  # embedding: a scatter over the whole accumulator
+                return launch + (elements * width.accumulator + 4 * self.tokens * model.hidden_size * 4) / hbm
+            case Kind.LOSS:
+                rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
+                logits = self.tokens * model.vocab_size
+                return 3 * formulas.head_matmul_flops(model, self.tokens) / rate + 20 * logits / hbm
+            case Kind.FINISH_GRADIENT:
+                return launch + elements * (width.accumulator + completed) / hbm
+            case Kind.UPDATE:
+                state = state_bytes(precision, self.policy.state_format) + width.weight
+                traffic = elements * (2 * state + completed)
+                if operation.resource is Resource.HOST:
+                    return traffic / hardware.host_optimizer_bytes_per_second.value
+                return launch + traffic / hbm
+            case Kind.LOAD_WEIGHTS:
+                return self._link_seconds("h2d", elements * width.weight)
+            case Kind.STORE_GRADIENT:
+                return self._link_seconds("d2h", elements * completed)
+            case Kind.LOAD_BATCH:
+                return self._link_seconds("h2d", self.tokens * 16)
+            case _:
+                return 4 * launch
+
+    def _link_seconds(self, direction: LinkDirection, num_bytes: int) -> float:
+        rate = self.hardware.link_bytes_per_second(direction, num_bytes)
+        return self.hardware.launch_seconds.value + num_bytes / rate
+
+    def _layer_forward_seconds(self, block: int) -> float:
+        model, hardware, precision = self.model, self.hardware, self.workload.precision
+        matmul = formulas.layer_matmul_flops(model, block, self.tokens)
+        attention = formulas.layer_attention_flops(model, self.policy.micro_batch_rows, self.workload.sequence_length)
+        return (
+            matmul / hardware.matmul_flops_per_second(precision, self.tokens)
+            + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "forward")
+            + self._layer_elementwise_seconds()
+        )
+
+    def _layer_backward_seconds(self, block: int) -> float:
+        model, hardware, precision = self.model, self.hardware, self.workload.precision
+        matmul = 2 * formulas.layer_matmul_flops(model, block, self.tokens)
+        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
+        attention = 2 * formulas.layer_attention_flops(model, rows, sequence_length)
+        accumulate = 10 * model.block(block).num_elements / hardware.hbm_bytes_per_second.value
+        return (
+            matmul / hardware.matmul_flops_per_second(precision, self.tokens)
+            + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "backward")
+            + BACKWARD_ELEMENTWISE_FACTOR * self._layer_elementwise_seconds()
+            + accumulate
+        )
+
+    def _layer_elementwise_seconds(self) -> float:
+        width = PRECISIONS[self.workload.precision].weight
+        num_bytes = formulas.layer_elementwise_elements(self.model, self.tokens) * width
+        # Compiled kernels fuse: about half the traffic of eager ones.
+        return num_bytes / self.hardware.hbm_bytes_per_second.value / (2.0 if self.workload.compiled else 1.0)
+
+    def _roofline_kept_bytes(self, level: str) -> int:
+        model = self.model
+        kept = 5 * model.hidden_size + 3 * model.intermediate_size
+        if not self.workload.compiled:
+            kept = int(EAGER_KEPT_FACTOR * kept)
+        return round(KEPT_SHARE[level] * self.tokens * kept * PRECISIONS[self.workload.precision].weight)
+
+    def _roofline_transient_bytes(self, operation: Operation) -> int:
+        model, width = self.model, PRECISIONS[self.workload.precision].weight
+        layer = self.tokens * (4 * model.hidden_size + 3 * model.intermediate_size) * width
+        match operation.kind:
+            case Kind.FORWARD | Kind.RECOMPUTE if operation.block in model.layers:
+                return layer
+            case Kind.BACKWARD if operation.block in model.layers:
+                recomputed = self._roofline_kept_bytes("keep") if operation.level != "keep" else 0
+                return layer + recomputed + model.block(operation.block).num_elements * width
+            case Kind.LOSS:
+                chunk = min(self.policy.head_chunk_tokens, self.tokens)
+                vocabulary = model.vocab_size * model.hidden_size * width
+                return chunk * model.vocab_size * (width + 8) + vocabulary + 4 * self.tokens * model.hidden_size * width
+            case Kind.BACKWARD:
+                return 4 * self.tokens * model.hidden_size * 4
+            case _:
+                return 0
+
+    def _dram_bytes(self, operation: Operation) -> float:
+        """Host DRAM traffic: what a copy moves, and what a host update reads and writes."""
+        if operation.block < 0:
+            return 0.0
+        elements = self.model.block(operation.block).num_elements
+        precision = self.workload.precision
+        completed = gradient_bytes(precision, self.policy.gradient_format)
+        weight = PRECISIONS[precision].weight
+        match operation.kind:
+            case Kind.LOAD_WEIGHTS:
+                return float(elements * weight)
+            case Kind.STORE_GRADIENT:
+                return float(elements * completed)
+            case Kind.UPDATE if operation.resource is Resource.HOST:
+                return float(elements * (2 * (state_bytes(precision, self.policy.state_format) + weight) + completed))
+            case _:
+                return 0.0
+
+
+assert set(RECOMPUTED_SHARE) == set(KEPT_SHARE) == set(SAVE_LEVELS)

@@ -1,0 +1,56 @@
+"""FLOP and TFLOPS formulas, each with its reference.
+
+6 FLOPs per parameter and token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1), with N all parameters, the
+input embedding counted too although looking it up costs nothing. Attention is left out; `attention_flops` adds it.
+"""
+
+from collections.abc import Sequence
+
+from simulator.model import ModelSpec
+from simulator.policy import Workload
+
+
+def tflops(model: ModelSpec, tokens: int, seconds: float) -> float:
+    """6 N T / seconds / 1e12."""
+    return 6 * model.num_parameters * tokens / seconds / 1e12
+
+
+def tflops_with_attention(model: ModelSpec, tokens: int, seconds: float, document_lengths: Sequence[int]) -> float:
+    """6 N T plus causal attention, forward and backward: 6 L heads head_dim sum(s^2) over the documents of a step."""
+    return tflops(model, tokens, seconds) + 3 * attention_flops(model, document_lengths) / seconds / 1e12
+
+
+def attention_flops(model: ModelSpec, document_lengths: Sequence[int]) -> float:
+    """FLOPs of causal attention in the forward of all layers: 2 L heads head_dim sum(s^2); the backward takes twice."""
+    squares = sum(length * length for length in document_lengths)
+    return 2.0 * model.num_layers * model.num_heads * model.head_dim * squares
+
+
+def layer_attention_flops(model: ModelSpec, rows: int, sequence_length: int) -> float:
+    """Forward FLOPs of causal attention in one layer for `rows` rows."""
+    return 2.0 * model.num_heads * model.head_dim * rows * sequence_length**2
+
+
+def layer_matmul_flops(model: ModelSpec, block: int, tokens: int) -> float:
+    """Forward FLOPs of a layer's matrices: 2 per element and token."""
+    matrices = (t for t in model.block(block).tensors if len(t.shape) > 1)
+    return 2.0 * tokens * sum(tensor.num_elements for tensor in matrices)
+
+
+def head_matmul_flops(model: ModelSpec, tokens: int) -> float:
+    """Forward FLOPs of the projection to logits; the backward takes twice."""
+    return 2.0 * tokens * model.vocab_size * model.hidden_size
+
+
+def layer_elementwise_elements(model: ModelSpec, tokens: int) -> float:
+    """Elements that norms, rotary, residuals and the gated MLP read or write in an eager layer's forward.
+
+    Two norms (read, write, in fp32 twice over), two residual additions, rotary on q and k, and the gate's activation
+    and product. An estimate from the layer's definition, within 30 % of a profile; used only where nothing is measured.
+    """
+    rotary = 4 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return tokens * (2 * 6 * model.hidden_size + 2 * 3 * model.hidden_size + rotary + 5 * model.intermediate_size)
+
+
+def step_tokens(workload: Workload) -> int:
+    return workload.tokens_per_step

@@ -1,0 +1,104 @@
+"""Prediction: what a policy will take, in seconds and bytes, by replaying its program on a machine's profile."""
+
+from dataclasses import dataclass
+
+import pydantic
+
+from simulator import formulas
+from simulator.build import build
+from simulator.costs import OperationCosts, Pricing
+from simulator.hardware import HardwareProfile
+from simulator.model import ModelSpec
+from simulator.policy import Policy, Workload
+from simulator.program import StepProgram
+from simulator.replay import replay
+from simulator.schema import Schema
+from simulator.timeline import Timeline
+
+# The caching allocator reserves in blocks of 2 MiB and reuses what fits: reserved bytes lie above allocated ones by
+# this share of what passes through a step (persistent buffers are one allocation each and lose nothing).
+ALLOCATOR_SLACK = 0.03
+
+
+class StepFigures(Schema):
+    """A step in figures; the same keys whether predicted, measured or ideal. Peaks cover the whole run."""
+
+    step_seconds: float = pydantic.Field(gt=0)
+    tflops: float  # 6 N T / seconds / 1e12
+    tflops_with_attention: float
+    tokens_per_second: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    nvme_peak_bytes: int = 0
+    breakdown_seconds: dict[str, float] = pydantic.Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A replayed policy: its figures, its timeline, and which prices were measured."""
+
+    figures: StepFigures
+    timeline: Timeline
+    program: StepProgram
+    origins: dict[str, str]
+
+
+def predict(
+    model: ModelSpec,
+    workload: Workload,
+    policy: Policy,
+    hardware: HardwareProfile,
+    costs: OperationCosts | None = None,
+) -> Prediction:
+    """Build, price and replay a policy. Raises InputError or UnsupportedChoice for a policy that cannot be built."""
+    program = build(model, workload, policy)
+    pricing = Pricing(model, workload, policy, hardware, costs)
+    timeline = replay(program, pricing.price, pricing.size, pricing.sharing)
+    figures = step_figures(
+        model,
+        workload,
+        timeline.step_seconds,
+        device_peak_bytes=device_peak_bytes(program, timeline, hardware),
+        host_peak_bytes=host_peak_bytes(model, timeline, hardware),
+        breakdown_seconds=timeline.breakdown(),
+    )
+    return Prediction(figures, timeline, program, pricing.origins)
+
+
+def step_figures(
+    model: ModelSpec,
+    workload: Workload,
+    step_seconds: float,
+    *,
+    device_peak_bytes: int,
+    host_peak_bytes: int,
+    breakdown_seconds: dict[str, float],
+) -> StepFigures:
+    """Figures of a step that took `step_seconds`, predicted or measured."""
+    tokens = workload.tokens_per_step
+    lengths = [workload.sequence_length] * workload.rows_per_step
+    return StepFigures(
+        step_seconds=step_seconds,
+        tflops=formulas.tflops(model, tokens, step_seconds),
+        tflops_with_attention=formulas.tflops_with_attention(model, tokens, step_seconds, lengths),
+        tokens_per_second=tokens / step_seconds,
+        device_peak_bytes=device_peak_bytes,
+        host_peak_bytes=host_peak_bytes,
+        breakdown_seconds=breakdown_seconds,
+    )
+
+
+def device_peak_bytes(program: StepProgram, timeline: Timeline, hardware: HardwareProfile) -> int:
+    """The device's context, persistent buffers, and what passes through a step with the allocator's slack."""
+    persistent = sum(b.num_bytes for b in program.buffers.values() if b.persistent and b.tier == "device")
+    passing = timeline.peak_bytes.get("device", 0) - persistent
+    return round(hardware.context_bytes.value + persistent + passing * (1 + ALLOCATOR_SLACK))
+
+
+def host_peak_bytes(model: ModelSpec, timeline: Timeline, hardware: HardwareProfile) -> int:
+    """The bare process, the host's buffers, the largest tensor on its way in or out; device memory too where shared."""
+    largest = max(tensor.num_elements for kind in model.kinds for tensor in kind.tensors)
+    peak = hardware.host_base_bytes.value + timeline.peak_bytes.get("host", 0) + 4 * largest
+    if hardware.shared_memory:
+        peak += timeline.peak_bytes.get("device", 0)
+    return round(peak)

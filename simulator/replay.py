@@ -1,0 +1,200 @@
+"""Replay: run a step program against prices instead of hardware, until the step repeats itself.
+
+Each resource works through its FIFO; operations that run at the same time share what they both need: the two link
+directions slow each other, copies and host updates share host DRAM, and copies cost the compute stream a little. Rates
+are constant between events (a fluid model), so a replay is a list of events, exact for its prices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from simulator.program import Buffer, Operation, Resource, StepProgram
+from simulator.timeline import MemoryPoint, Span, Timeline, memory_curve
+
+MAX_STEPS = 24
+PERIOD_TOLERANCE = 1e-9
+COPIES = (Resource.H2D, Resource.D2H)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an operation takes when it runs alone: seconds, host DRAM traffic, and memory only it uses."""
+
+    seconds: float
+    dram_bytes: float = 0.0
+    transient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How operations slow each other. `inline`: no streams, one operation after another in program order."""
+
+    inline: bool = False
+    duplex: float = 1.0  # rate of a copy while the other direction runs, relative to alone
+    dram_bytes_per_second: float = float("inf")
+    compute_beside_copies: float = 1.0  # rate of compute while copies run, relative to alone
+
+
+def replay(
+    step_program: StepProgram,
+    price: Callable[[Operation], Price],
+    size: Callable[[Buffer], int],
+    sharing: Sharing,
+) -> Timeline:
+    """Timeline of the steady step. Steps are added until two periods agree, at most MAX_STEPS."""
+    num_steps = 3
+    while True:
+        run = _Run(step_program, price, sharing, num_steps)
+        run.execute()
+        ends = run.compute_ends
+        period, before = ends[-1] - ends[-2], ends[-2] - ends[-3]
+        if abs(period - before) <= PERIOD_TOLERANCE * max(period, before) or num_steps >= MAX_STEPS:
+            return run.timeline(period, size)
+        num_steps = min(2 * num_steps, MAX_STEPS)
+
+
+@dataclass(slots=True)
+class _Task:
+    operation: Operation
+    price: Price
+    step: int
+    blockers: int = 0
+    dependents: list[int] = field(default_factory=list)
+    start: float = 0.0
+    end: float = 0.0
+    remaining: float = 0.0
+    cause: str = ""
+
+
+class _Run:
+    """Several steps, executed event by event."""
+
+    def __init__(
+        self, step_program: StepProgram, price: Callable[[Operation], Price], sharing: Sharing, num_steps: int
+    ) -> None:
+        self.buffers = step_program.buffers
+        self.sharing = sharing
+        self.tasks: list[_Task] = []
+        self.queues: dict[Resource, list[int]] = {}
+        prices: dict[str, Price] = {}
+        positions: dict[tuple[str, int], int] = {}
+        for step in range(num_steps):
+            for operation in step_program.first if step == 0 else step_program.steady:
+                if operation.name not in prices:
+                    prices[operation.name] = price(operation)
+                task, position = _Task(operation, prices[operation.name], step), len(self.tasks)
+                task.remaining = task.price.seconds
+                for wait in operation.waits:
+                    blocker = positions.get((wait.operation, step + wait.step_offset))
+                    if blocker is not None:
+                        self.tasks[blocker].dependents.append(position)
+                        task.blockers += 1
+                self.tasks.append(task)
+                positions[(operation.name, step)] = position
+                # Inline, the one thread is the one queue.
+                queue = Resource.COMPUTE if sharing.inline else operation.resource
+                self.queues.setdefault(queue, []).append(position)
+        self.num_steps = num_steps
+
+    def execute(self) -> None:
+        now = 0.0
+        next_in_queue = dict.fromkeys(self.queues, 0)
+        running: dict[Resource, int] = {}
+        free_since = dict.fromkeys(self.queues, 0.0)
+        released_by: dict[int, str] = {}
+        left = len(self.tasks)
+        while left:
+            for resource, queue in self.queues.items():
+                if resource in running or next_in_queue[resource] >= len(queue):
+                    continue
+                position = queue[next_in_queue[resource]]
+                task = self.tasks[position]
+                if task.blockers == 0:
+                    task.start = now
+                    if now > free_since[resource]:
+                        task.cause = released_by.get(position, "")
+                    running[resource] = position
+                    next_in_queue[resource] += 1
+            rates = self._rates(running)
+            elapsed = min(self.tasks[p].remaining / rates[r] for r, p in running.items())
+            now += elapsed
+            for resource, position in list(running.items()):
+                task = self.tasks[position]
+                task.remaining -= elapsed * rates[resource]
+                if task.remaining > 1e-12 * max(task.price.seconds, 1e-9):
+                    continue
+                task.end = now
+                left -= 1
+                del running[resource]
+                free_since[resource] = now
+                for dependent in task.dependents:
+                    self.tasks[dependent].blockers -= 1
+                    released_by[dependent] = task.operation.name
+
+    def _rates(self, running: dict[Resource, int]) -> dict[Resource, float]:
+        rates = dict.fromkeys(running, 1.0)
+        if self.sharing.inline or len(running) == 1:
+            return rates
+        copies = [resource for resource in COPIES if resource in running]
+        if len(copies) == 2:
+            rates.update(dict.fromkeys(copies, self.sharing.duplex))
+        if copies and Resource.COMPUTE in running:
+            rates[Resource.COMPUTE] = self.sharing.compute_beside_copies
+        demand = {
+            resource: rates[resource] * task.price.dram_bytes / task.price.seconds
+            for resource, task in ((r, self.tasks[p]) for r, p in running.items())
+            if task.price.dram_bytes and task.price.seconds
+        }
+        total = sum(demand.values())
+        if total > self.sharing.dram_bytes_per_second:
+            for resource in demand:
+                rates[resource] *= self.sharing.dram_bytes_per_second / total
+        return rates
+
+    @property
+    def compute_ends(self) -> list[float]:
+        """When each step's last operation on the compute resource ends."""
+        ends = [0.0] * self.num_steps
+        for task in self.tasks:
+            if self.sharing.inline or task.operation.resource is Resource.COMPUTE:
+                ends[task.step] = max(ends[task.step], task.end)
+        return ends
+
+    def timeline(self, period: float, size: Callable[[Buffer], int]) -> Timeline:
+        last = self.num_steps - 1
+        origin = self.compute_ends[last] - period
+        spans = tuple(
+            Span(
+                task.operation.name, task.operation.kind.value, task.operation.resource.value, task.operation.block,
+                task.operation.micro_batch, task.start - origin, task.end - origin, task.cause,
+            )
+            for task in self.tasks
+            if task.step == last
+        )  # fmt: skip
+        memory: dict[str, tuple[MemoryPoint, ...]] = {}
+        peaks: dict[str, int] = {}
+        for tier in sorted({buffer.tier.value for buffer in self.buffers.values()}):
+            base = sum(size(b) for b in self.buffers.values() if b.persistent and b.tier.value == tier)
+            points, peaks[tier] = memory_curve(self._changes(tier, size), base)
+            before = [point for point in points if point.seconds < origin]
+            start = [MemoryPoint(0.0, before[-1].num_bytes if before else base)]
+            inside = [MemoryPoint(p.seconds - origin, p.num_bytes) for p in points if p.seconds >= origin]
+            memory[tier] = tuple(start + inside)
+        return Timeline(period, spans, memory, peaks)
+
+    def _changes(self, tier: str, size: Callable[[Buffer], int]) -> list[tuple[float, int]]:
+        changes: list[tuple[float, int]] = []
+        live: set[str] = set()
+        for task in self.tasks:
+            if tier == "device" and task.price.transient_bytes:
+                changes += [(task.start, task.price.transient_bytes), (task.end, -task.price.transient_bytes)]
+            for access in task.operation.writes:
+                buffer = self.buffers[access.buffer]
+                if not buffer.persistent and buffer.tier.value == tier and buffer.name not in live:
+                    live.add(buffer.name)
+                    changes.append((task.start, size(buffer)))
+            for name in task.operation.releases:
+                if self.buffers[name].tier.value == tier:
+                    live.discard(name)
+                    changes.append((task.end, -size(self.buffers[name])))
+        return changes
