@@ -10,7 +10,7 @@ import torch
 
 from executor.adamw import adamw_device, adamw_host, clip_scalars
 from executor.gradients import accumulate, finish_gradient
-from executor.head import head_loss
+from executor.head import HeadTemplate
 from executor.layer import LayerTemplates
 from executor.memory import Memory
 from simulator.model import ModelSpec
@@ -42,6 +42,7 @@ class Operations:
         host_threads: int,
     ) -> None:
         self.model, self.policy, self.memory, self.templates = model, policy, memory, templates
+        self.head = HeadTemplate(templates.final_norm, model, precision=memory.precision)
         self.optimization = optimization
         self.host_threads = host_threads
         self.parity = 0  # of the step being launched: which half of the double-buffered host tensors it uses
@@ -84,7 +85,8 @@ class Operations:
             return
         output, saved = self.templates.forward(block, weights, passing[f"hidden.{block}.{m}"], operation.level)
         passing[f"hidden.{block + 1}.{m}"] = output
-        if saved is not None:
+        # At level `input` this is the input and, compiled, a graph over it: it costs no bytes of its own.
+        if self.policy.kept_input(block):
             passing[f"saved.{block}.{m}"] = saved
         self._release(operation)
 
@@ -98,16 +100,15 @@ class Operations:
     def loss(self, operation: Operation) -> None:
         memory, block, m = self.memory, operation.block, operation.micro_batch
         tied = self.model.tied_embeddings
-        loss_sum, grad_hidden = head_loss(
-            self.templates,
+        loss_sum, grad_hidden = self.head.loss_and_gradients(
             memory.plane(f"device.weights.{block}", block),
             memory.plane("device.weights.0", 0) if tied else None,
             memory.passing[f"hidden.{block}.{m}"],
             memory.tokens[1, m],
-            loss_scale=memory.loss_scales[m],
+            memory.loss_scales[m],
             chunk_tokens=self.policy.head_chunk_tokens,
             head_accumulator=memory.plane(operation.target("gradient_sum"), block),
-            embedding_head_accumulator=memory.plane("device.accumulator.tied", 0) if tied else None,
+            embedding_accumulator=memory.plane("device.accumulator.tied", 0) if tied else None,
             first=operation.first,
         )
         if operation.first:
@@ -125,11 +126,11 @@ class Operations:
         if block == 0:
             self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, first=operation.first)
         else:
-            saved = passing.pop(f"saved.{block}.{m}", None)
+            hidden = passing.pop(f"hidden.{block}.{m}")
+            kept = passing.pop(f"saved.{block}.{m}", hidden)
+            del hidden  # what was kept holds it, and lets go of it as the backward proceeds
             weights = memory.plane(operation.source("weights"), block)
-            passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(
-                block, weights, passing[f"hidden.{block}.{m}"], saved, upstream
-            )
+            passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(block, weights, kept, upstream)
             accumulate(accumulator, self.model.block(block), gradients, first=operation.first)
         del upstream
         self._release(operation)

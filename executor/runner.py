@@ -32,6 +32,8 @@ class Runner(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def finish_report(self, steps_back: int) -> None: ...
+
     def spans(self) -> list[Span]: ...
 
     def close(self) -> None: ...
@@ -55,6 +57,9 @@ class InlineRunner:
             self._spans = spans
 
     def synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def finish_report(self, steps_back: int) -> None:
         """Nothing is ever pending."""
 
     def spans(self) -> list[Span]:
@@ -137,6 +142,13 @@ class StreamRunner:
         self.worker.wait_all()
         for stream in self.streams.values():
             stream.synchronize()
+        self.worker.raise_failure()
+
+    def finish_report(self, steps_back: int) -> None:
+        """Wait for the report of the last step launched (0) or of the one before (1)."""
+        launched = (self.launched, self.launched_before)[steps_back].get("report")
+        if launched is not None and launched.end is not None:
+            launched.end.synchronize()
         self.worker.raise_failure()
 
     def _clock_reference(self) -> tuple[torch.cuda.Event, float]:

@@ -1,0 +1,149 @@
+"""The trainer: one model under one plan. A step fills the batch, launches the program and, a step later, reads its report.
+
+The program of a step is launched without waiting for its end, so the GPU is never drained between steps; updates of a
+step may run inside the next one. `drain` finishes what is pending before the state is read.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from executor.data import Batch
+from executor.layer import LayerTemplates
+from executor.memory import Memory
+from executor.operations import Operations, Optimization
+from executor.runner import InlineRunner, Runner, StreamRunner
+from simulator.build import build
+from simulator.check import check
+from simulator.model import ModelSpec
+from simulator.policy import Policy, Workload
+from simulator.timeline import Span
+
+# Threads that launch work and feed the GPU must never wait for a core that the host optimizer holds.
+RESERVED_CORES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step reports: loss per target token, gradient norm before clipping, and whether it was applied."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    clip_factor: float
+    num_targets: int
+
+    @property
+    def applied(self) -> bool:
+        """False where the gradient was not finite: weights, moments and step count are then as they were."""
+        return self.clip_factor > 0
+
+
+class Trainer:
+    """Holds a model's state where the policy says and runs steps on it.
+
+    `config` is the model's transformers config as a dictionary. The state is zero until weights are loaded into
+    `memory.states()` and `start` is called. Raises InputError for policies that cannot be built and OutOfMemory where
+    the machine refuses memory.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        model: ModelSpec,
+        workload: Workload,
+        policy: Policy,
+        optimization: Optimization,
+        *,
+        device: torch.device,
+    ) -> None:
+        self.model, self.workload, self.policy, self.device = model, workload, policy, device
+        self.max_grad_norm = optimization.max_grad_norm
+        self.program = build(model, workload, policy)
+        check(self.program)
+        self.memory = Memory(model, workload, policy, self.program.buffers, device)
+        self.templates = LayerTemplates(
+            config, model, precision=workload.precision, compiled=workload.compiled, device=device
+        )
+        cores = len(os.sched_getaffinity(0))
+        threads = max(1, cores - RESERVED_CORES) if device.type == "cuda" else cores
+        self.operations = Operations(
+            model, policy, self.memory, self.templates, optimization, host_threads=threads
+        )
+        functions = self.operations.table_of_functions()
+        self.runner: Runner = (
+            StreamRunner(functions, device) if device.type == "cuda" else InlineRunner(functions)
+        )
+        self.steps_done = 0
+        self.pending = False  # whether a step was launched since the last drain
+        self._targets: dict[int, int] = {}
+
+    def start(self, *, steps_done: int = 0, steps_applied: int = 0) -> None:
+        """Begin, or go on, from the state in `memory.states()`."""
+        self.steps_done = steps_done
+        for count in self.operations.counts.values():
+            count.fill_(steps_applied)
+        self.memory.refresh_resident_weights()
+        self.pending = False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def step(self, batch: Batch, *, record: bool = False) -> StepResult | None:
+        """Launch a step on `batch` (tokens and labels [rows, sequence_length]); the result of the step before, if any.
+
+        A batch of fewer rows is filled up with rows without targets; losses are weighted by the step's targets.
+        """
+        before = self.steps_done - 1 if self._targets else None
+        self._fill(batch)
+        self.operations.parity = self.steps_done % 2
+        self.runner.run(self.program.steady if self.pending else self.program.first, record=record)
+        self.pending = True
+        self._targets[self.steps_done] = batch.num_targets
+        self.steps_done += 1
+        return self._result(before) if before is not None else None
+
+    def _fill(self, batch: Batch) -> None:
+        memory, half = self.memory, self.steps_done % 2
+        tokens, labels = memory.host_tokens[half]
+        rows = batch.tokens.shape[0]
+        tokens.view(-1, self.workload.sequence_length)[:rows].copy_(batch.tokens)
+        labels.view(-1, self.workload.sequence_length)[:rows].copy_(batch.labels)
+        tokens.view(-1, self.workload.sequence_length)[rows:].zero_()
+        labels.view(-1, self.workload.sequence_length)[rows:].fill_(-100)
+        memory.host_loss_scale[half] = 1.0 / batch.num_targets
+
+    def _result(self, step: int) -> StepResult:
+        self.runner.finish_report(self.steps_done - 1 - step)
+        loss_sum, norm = self.memory.report[step % 2].tolist()
+        targets = self._targets.pop(step)
+        return StepResult(step, loss_sum / targets, norm, self._clip_factor(norm), targets)
+
+    def _clip_factor(self, norm: float) -> float:
+        if norm != norm or norm == float("inf"):
+            return 0.0
+        if self.policy.clipping != "global" or self.max_grad_norm is None:
+            return 1.0
+        return min(1.0, self.max_grad_norm / (norm + 1e-6))
+
+    def drain(self) -> StepResult | None:
+        """Finish all pending work, so that `memory.states()` is the state after the last step; its result."""
+        if self.pending:
+            self.runner.run(self.program.drain)
+        self.pending = False
+        self.runner.synchronize()
+        return self._result(self.steps_done - 1) if self._targets else None
+
+    def steps_applied(self) -> int:
+        """Steps whose update was applied: fewer than `steps_done` where gradients were not finite. Drains."""
+        return int(min(count.item() for count in self.operations.counts.values()))
+
+    def spans(self) -> list[Span]:
+        """Spans of the last recorded step. Call after `drain`."""
+        return self.runner.spans()
+
+    def close(self) -> None:
+        """End threads and give memory back."""
+        self.runner.close()
+        self.memory.close()
