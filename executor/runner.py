@@ -40,19 +40,35 @@ class Runner(Protocol):
 
 
 class InlineRunner:
-    """Runs each operation to its end before the next starts: for machines without a GPU."""
+    """Runs each operation to its end before the next starts: for machines without a GPU, and to measure alone.
 
-    def __init__(self, functions: Mapping[str, Function]) -> None:
+    `observe` is called before each operation and returns what to call after it.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Function],
+        device: torch.device,
+        observe: Callable[[Operation], Callable[[], None]] | None = None,
+    ) -> None:
         self.functions = functions
+        self.device = device
+        self.observe = observe
         self._spans: list[Span] = []
 
     def run(self, program: Program, *, record: bool = False) -> None:
+        """Run a program from its first operation to its last."""
         spans = []
         origin = time.perf_counter()
         for operation in program:
+            after = self.observe(operation) if self.observe is not None else None
             start = time.perf_counter() - origin
             self.functions[operation.kind](operation)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             spans.append(_span(operation, start, time.perf_counter() - origin, ""))
+            if after is not None:
+                after()
         if record:
             self._spans = spans
 

@@ -74,7 +74,7 @@ class Trainer:
         )
         functions = self.operations.table_of_functions()
         self.runner: Runner = (
-            StreamRunner(functions, device) if device.type == "cuda" else InlineRunner(functions)
+            StreamRunner(functions, device) if device.type == "cuda" else InlineRunner(functions, device)
         )
         self.steps_done = 0
         self.pending = False  # whether a step was launched since the last drain

@@ -46,7 +46,7 @@ class MeasuredCost(Schema):
     """One operation, measured alone: seconds, bytes that live only while it runs, bytes it keeps for the backward."""
 
     seconds: float = pydantic.Field(ge=0)
-    transient_bytes: int = pydantic.Field(default=0, ge=0)
+    transient_bytes: int | None = pydantic.Field(default=None, ge=0)  # None: not measured, estimated
     kept_bytes: int = pydantic.Field(default=0, ge=0)
     source: str
 
@@ -151,7 +151,9 @@ class Pricing:
         measured = self._measured(key)
         seconds = measured.seconds if measured is not None else self._roofline_seconds(operation)
         self.origins[key] = "roofline" if measured is None else "measured" if key in self.entries else "interpolated"
-        transient = measured.transient_bytes if measured is not None else self._roofline_transient_bytes(operation)
+        transient = None if measured is None else measured.transient_bytes
+        if transient is None:
+            transient = self._roofline_transient_bytes(operation)
         return Price(seconds, self._dram_bytes(operation), transient)
 
     def _measured(self, key: str) -> MeasuredCost | None:
@@ -177,9 +179,10 @@ class Pricing:
                 return values[-1] * rows / at[-1]
             return float(numpy.interp(rows, at, values))
 
+        transients = [float(cost.transient_bytes) for _, cost in points if cost.transient_bytes is not None]
         return MeasuredCost(
             seconds=line([cost.seconds for _, cost in points]),
-            transient_bytes=round(line([float(cost.transient_bytes) for _, cost in points])),
+            transient_bytes=round(line(transients)) if len(transients) == len(points) else None,
             kept_bytes=round(line([float(cost.kept_bytes) for _, cost in points])),
             source="interpolated over rows",
         )
