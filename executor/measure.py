@@ -198,6 +198,7 @@ def _measured_hot(trainer: Trainer, alone: dict[str, MeasuredCost], warm_seconds
         _step(trainer)
     times: dict[str, list[float]] = {}
     for _ in range(TIMED_STEPS):
+        _step(trainer)  # so that the recorded step has updates pending
         _step(trainer, record=True)
         trainer.drain()
         operations = {operation.name: operation for operation in trainer.program.steady}
