@@ -1,0 +1,133 @@
+"""The options of each command. Scripts call these: names and meanings stay stable."""
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command of the front door: its function in analysis/commands.py has the same name."""
+
+    name: str
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+def size(text: str) -> int:
+    """Bytes of `24GiB`, `64 GB` or `0`, for argparse."""
+    from simulator.errors import InputError
+    from simulator.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("size: ")) from error
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _probe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", metavar="FILE", default="hardware.json", help="profile to write [%(default)s]")
+
+
+def _measure(parser: argparse.ArgumentParser) -> None:
+    _model_and_hardware(parser)
+    parser.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
+    parser.add_argument(
+        "--micro-batch-rows", metavar="N", type=count, nargs="+", required=True, help="micro-batch sizes to time"
+    )
+    _numbers(parser)
+    parser.add_argument("--output", metavar="FILE", default="costs.json", help="costs to write [%(default)s]")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    _model_and_hardware(parser)
+    parser.add_argument("--costs", metavar="FILE", help="measured operation costs; modelled where there are none")
+    parser.add_argument("--calibrate", metavar="RUN", nargs="+", default=[], help="fold what these runs measured in")
+
+    workload = parser.add_argument_group("what to train")
+    workload.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
+    workload.add_argument("--tokens-per-step", metavar="N", type=count, required=True, help="tokens in a training step")
+    workload.add_argument("--micro-batch-rows", metavar="N", type=count, help="rows in a micro-batch; default: planned")
+    _numbers(workload)
+    workload.add_argument("--state-format", choices=("fp32", "8bit", "auto"), default="fp32", help="[%(default)s]")
+    workload.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
+    workload.add_argument("--clipping", choices=("global", "layerwise", "none"), default="global", help="[%(default)s]")
+
+    limits = parser.add_argument_group("limits (24GiB, 64GB); default: what the hardware has")
+    limits.add_argument("--device-memory", metavar="SIZE", type=size, help="GPU memory that the plan may use")
+    limits.add_argument("--host-memory", metavar="SIZE", type=size, help="host memory that the plan may use")
+    limits.add_argument("--nvme-memory", metavar="SIZE", type=size, default=0, help="disk for state [%(default)s]")
+
+    parser.add_argument("--output", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a table")
+
+
+def _simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="plan.json", help="a plan that `conveyor plan --output` wrote")
+    parser.add_argument("--hardware", metavar="NAME|FILE", help="replay on other hardware than the plan's")
+    parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="run.yaml", nargs="?", help="run config")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that win over the file's")
+    parser.add_argument("--plan", metavar="FILE", help="train by this plan")
+    parser.add_argument("--data", metavar="PATH|synthetic", help="training data; synthetic: random tokens")
+    parser.add_argument("--output", metavar="DIR", help="run directory")
+    parser.add_argument("--steps", metavar="N", type=count, help="number of steps: max_steps")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+
+
+def _plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="directories of runs")
+    parser.add_argument("--output", metavar="DIR", default="report", help="where figures and report go [%(default)s]")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exits with 1 if something that Conveyor cannot do without is missing."
+
+
+def _model_and_hardware(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH", required=True, help="a Hugging Face folder or its config.json")
+    parser.add_argument(
+        "--hardware", metavar="NAME|FILE", required=True, help="a catalogue name or a profile of `conveyor probe`"
+    )
+
+
+def _numbers(parser: argparse._ActionsContainer) -> None:
+    """Options that say in which numbers the layers compute."""
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="[%(default)s]")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--compiled", dest="compiled", action="store_const", const=True, help="layers by torch.compile")
+    mode.add_argument("--eager", dest="compiled", action="store_const", const=False, help="default: compiled on a GPU")
+
+
+COMMANDS = (
+    Command("probe", "measure this machine: links, memory, matrix products, attention, disk", _probe),
+    Command("measure", "time Conveyor's own operations for a model on this machine", _measure),
+    Command("plan", "find the fastest way to train a model on given hardware", _plan),
+    Command("simulate", "replay a plan, operation by operation", _simulate),
+    Command("train", "train by a plan", _train),
+    Command("plot", "draw runs: predicted against measured", _plot),
+    Command("doctor", "say what this machine has and what is missing", _doctor),
+)
+
+
+def take_overrides(arguments: argparse.Namespace, left: list[str]) -> list[str]:
+    """Sort `train`'s free arguments into `config` and `overrides`. Returns those that are neither.
+
+    `key=value` may stand first, in place of run.yaml, and after options, where argparse leaves it over (`left`).
+    """
+    is_override = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=").match
+    if arguments.config is not None and is_override(arguments.config):
+        arguments.overrides.insert(0, arguments.config)
+        arguments.config = None
+    arguments.overrides += [text for text in left if is_override(text)]
+    return [text for text in left if not is_override(text)]

@@ -1,0 +1,240 @@
+"""The run config: what the user asks of a training run, from YAML and `key=value` overrides.
+
+Every choice about numbers is here; where and when things happen is the plan's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+import yaml
+
+from executor.foreign_names import FOREIGN_NAMES
+from executor.schedule import LearningRateSchedule, check_schedule
+from executor.yaml_mapping import parse_yaml_value, read_yaml_mapping
+from simulator.errors import InputError
+from simulator.formats import GradientFormat, Precision, StateFormat
+from simulator.nearest import did_you_mean, nearest_name
+from simulator.policy import Clipping, Workload
+from simulator.schema import Schema, describe
+from simulator.units import parse_bytes
+
+SYNTHETIC_DATA = "synthetic"  # in place of a path: random tokens, to benchmark
+
+Name = Annotated[str, pydantic.Field(min_length=1)]
+Count = Annotated[int, pydantic.Field(gt=0)]
+
+
+def _bytes(value: Any) -> Any:
+    """`24GiB` and plain numbers of bytes. Anything else is left for the type to refuse."""
+    try:
+        return parse_bytes(value) if isinstance(value, str) else value
+    except InputError as error:
+        raise ValueError("should be a size: a number of bytes, or one with KiB, MiB, GiB, KB, MB or GB") from error
+
+
+Size = Annotated[int, pydantic.BeforeValidator(_bytes), pydantic.Field(ge=0)]
+
+
+class TrainConfig(Schema):
+    """All settings of a run. `model_fields_set` says which the user gave: a plan may decide the others.
+
+    `model`, `sequence_length` and `tokens_per_step` may be left out where `plan` holds them.
+    """
+
+    # What to train, on what, to where
+    model: Name | None = None  # a Hugging Face folder, or its config.json: random weights, for benchmarks
+    data: Name  # a file, or "synthetic"
+    output: Name  # the run directory
+    plan: Name | None = None  # a plan.json; without one the run is planned first
+    hardware: Name | None = None  # a catalogue name or a profile; without one this machine is probed
+    costs: Name | None = None  # measured operation costs; modelled where there are none
+
+    # One step
+    sequence_length: Count | None = None  # tokens in a row
+    tokens_per_step: Count | None = None  # decides the result; micro-batches only cut it up
+    micro_batch_size: Count | Literal["auto"] = "auto"  # rows; a number pins the planner
+
+    # The optimizer: AdamW
+    learning_rate: float = pydantic.Field(default=2e-5, gt=0)  # the peak
+    lr_schedule: LearningRateSchedule = "cosine"
+    warmup_steps: int = pydantic.Field(default=0, ge=0)
+    weight_decay: float = pydantic.Field(default=0.0, ge=0)  # on matrices only
+    betas: tuple[
+        Annotated[float, pydantic.Field(ge=0, lt=1)],
+        Annotated[float, pydantic.Field(ge=0, lt=1)],
+    ] = (0.9, 0.999)
+    epsilon: float = pydantic.Field(default=1e-8, gt=0)
+    max_grad_norm: float = pydantic.Field(default=1.0, gt=0)
+
+    # The run
+    max_steps: Count | None = None  # None: once through the data
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
+    log_every: Count = 1  # steps between lines on the console; metrics.jsonl has every step
+    save_every: Count | None = None  # steps between checkpoints; None: one at the end
+    keep_checkpoints: Count = 2
+    resume: Name = "never"  # "never"; "auto": the newest whole checkpoint in output, if any; or a checkpoint's path
+
+    # Numbers
+    precision: Precision = "bf16"
+    gradient_format: GradientFormat = "fp32"
+    state_format: StateFormat | Literal["auto"] = "fp32"  # auto: the planner may choose
+    clipping: Clipping = "global"
+    compiled: bool | Literal["auto"] = "auto"  # auto: on a GPU
+
+    # Limits of the plan; None: what the hardware has
+    device_memory: Size | None = None
+    host_memory: Size | None = None
+    nvme_memory: Size = 0
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        # YAML reads yes, no, on and off as truth values, and pydantic would take them for 1 and 0.
+        if isinstance(value, bool) and info.field_name != "compiled":
+            raise ValueError("takes no truth value, as which YAML reads true, false, yes, no, on and off")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if contradictions := list(self._contradictions()):
+            raise ValueError("\n".join(contradictions))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        missing = [key for key in ("model", "sequence_length", "tokens_per_step") if getattr(self, key) is None]
+        if self.plan is None and missing:
+            yield f"set {' and '.join(missing)}, or a plan that holds what is missing"
+        if self.sequence_length is not None and self.tokens_per_step is not None:
+            try:
+                self.workload(compiled=False)
+            except InputError as error:
+                yield str(error)
+        if self.max_steps is not None:
+            try:
+                check_schedule(warmup_steps=self.warmup_steps, max_steps=self.max_steps)
+            except InputError as error:
+                yield str(error)
+        elif self.data == SYNTHETIC_DATA:
+            yield "max_steps: synthetic data has no end; set the number of steps"
+        if self.clipping == "none" and "max_grad_norm" in self.model_fields_set:
+            yield "max_grad_norm: has no effect with clipping 'none'; leave one of the two out"
+
+    def workload(self, *, compiled: bool) -> Workload:
+        """The simulator's view of one step, `compiled` and `state_format` resolved from auto. Raises InputError."""
+        if self.sequence_length is None or self.tokens_per_step is None:
+            raise InputError("sequence_length and tokens_per_step: not set; the plan holds them")
+        try:
+            return Workload(
+                sequence_length=self.sequence_length,
+                tokens_per_step=self.tokens_per_step,
+                precision=self.precision,
+                gradient_format=self.gradient_format,
+                state_format="fp32" if self.state_format == "auto" else self.state_format,
+                clipping=self.clipping,
+                compiled=compiled,
+                micro_batch_rows=None if self.micro_batch_size == "auto" else self.micro_batch_size,
+            )
+        except pydantic.ValidationError as error:
+            # The workload counts rows, the config calls them what other trainers do.
+            raise InputError(describe(error).replace("micro_batch_rows", "micro_batch_size")) from error
+
+
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), *, settings: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """The config of a YAML file (None: an empty one), then `key=value` overrides, then `settings`; the last one wins.
+
+    Raises InputError that lists every mistake, one a line, each with its place.
+    """
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}  # key -> where the user wrote it
+    mistakes: list[str] = []
+    if path is not None:
+        mapping = read_yaml_mapping(path)
+        values = dict(mapping.values)
+        places = {key: f"{path}:{line}: " for key, line in mapping.lines.items()}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            mistakes.append(f"'{override}': an override is written key=value")
+            continue
+        places[key] = f"'{override}': "
+        try:
+            values[key] = parse_yaml_value(text)
+        except InputError as error:
+            values.pop(key, None)
+            mistakes.append(f"{places[key]}{error}")
+    for key, value in (settings or {}).items():
+        values[key] = value
+        places[key] = ""
+
+    meant = set()  # keys written under another name: not missing, only misnamed
+    for key in [key for key in values if key not in TrainConfig.model_fields]:
+        sentence, names = _unknown(key, values.pop(key))
+        mistakes.append(f"{places.get(key, '')}{sentence}")
+        meant.update(names)
+    source = f"{path}: " if path is not None else ""
+    config, more = _validated(values, meant, places, source)
+    mistakes += more
+    if config is None or mistakes:
+        raise InputError("\n".join(mistakes))
+    return config
+
+
+def resolved_yaml(config: TrainConfig) -> str:
+    """Every setting, defaults included, as YAML that `load_config` reads back to the same config."""
+    idle = {"max_grad_norm"} if config.clipping == "none" else set()
+    return yaml.safe_dump(config.model_dump(mode="json", exclude=idle), sort_keys=False, allow_unicode=True)
+
+
+def _validated(
+    values: Mapping[str, Any], meant: set[str], places: Mapping[str, str], source: str
+) -> tuple[TrainConfig | None, list[str]]:
+    """The config and no mistakes, or None and all of them: of single keys, then between those keys that are right."""
+    try:
+        return TrainConfig.model_validate(_with_stand_ins(values, meant)), []
+    except pydantic.ValidationError as error:
+        between: list[str] = []
+        by_key: dict[str, list[str]] = {}
+        for item in error.errors(include_url=False):
+            message = item["msg"].removeprefix("Value error, ")
+            if item["loc"]:
+                by_key.setdefault(str(item["loc"][0]), []).append(message[0].lower() + message[1:])
+            else:
+                between += [source + line for line in message.splitlines()]
+    mistakes = []
+    for key, reasons in by_key.items():
+        what = f"{' or '.join(dict.fromkeys(reasons))}, not {values[key]!r}" if key in values else "is missing"
+        mistakes.append(f"{places.get(key) or source}{key}: {what}")
+    if by_key:
+        # pydantic compares keys only where each is right by itself, and the user wants to hear all at once.
+        right = {key: value for key, value in values.items() if key not in by_key}
+        between = _validated(right, meant | set(by_key), places, source)[1]
+    return None, mistakes + between
+
+
+def _with_stand_ins(values: Mapping[str, Any], wrong: set[str]) -> dict[str, Any]:
+    """`values` without the wrong keys' absence: what is written, though wrongly, is not missing."""
+    stand_ins = {"data": "-", "output": "-", "max_steps": 2**62}
+    filled = {**{key: value for key, value in stand_ins.items() if key in wrong}, **values}
+    if wrong & {"model", "sequence_length", "tokens_per_step"}:
+        filled.setdefault("plan", "-")
+    return filled
+
+
+def _unknown(key: str, value: Any) -> tuple[str, list[str]]:
+    """What to say of an unknown key, and the known keys that it was probably meant for."""
+    known = TrainConfig.model_fields
+    if key in FOREIGN_NAMES:
+        here = FOREIGN_NAMES[key]
+        return f"unknown key '{key}'; here it is {here}", [name for name in known if here.startswith(name)]
+    if isinstance(value, dict) and (inside := [name for name in value if name in known]):
+        verb = "stands" if len(inside) == 1 else "stand"
+        return f"unknown section '{key}'; {' and '.join(inside)} {verb} at the top level", inside
+    last = key.rpartition(".")[2]
+    if last != key and last in known:
+        return f"unknown key '{key}'; '{last}' stands at the top level", [last]
+    nearest = nearest_name(key, known)
+    return f"unknown key '{key}'{did_you_mean(nearest)}", [nearest] if nearest else []
