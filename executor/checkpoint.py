@@ -1,0 +1,228 @@
+"""Checkpoints: the whole training state on disk, from which a run goes on as if it had never stopped.
+
+    checkpoints/step-00000200/checkpoint.json          progress, settings, a checksum of every tensor
+                              block-00000.safetensors  `weights.NAME`, `low.NAME`, `first_moment.NAME`, ...
+
+A tensor is named by plane and parameter, so a checkpoint knows nothing of placement or of the layout in a block.
+Weights are stored as the run holds them: with the low plane they are the fp32 master, bit for bit.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import torch
+
+from executor.folder import PARTIAL_SUFFIX, REPLACED_SUFFIX, appearing_folder, require_free_disk, require_path
+from executor.shard import DTYPES, StoredTensor, read_header, read_tensor, write_shard
+from executor.store import BlockState, tensor_view
+from simulator.errors import ConveyorError, InputError
+from simulator.formats import PRECISIONS, Precision, state_bytes
+from simulator.model import ModelSpec
+from simulator.schema import Schema
+
+RECORD_NAME = "checkpoint.json"
+FORMAT = 1
+_COMPLETE = re.compile(rf"step-\d{{8,}}({re.escape(REPLACED_SUFFIX)})?")
+_HEADER_BYTES = 256  # of a tensor's entry in its file and in the record, generously
+
+
+class Progress(Schema):
+    """How far a run has come. Steps that were skipped for a non-finite gradient are done but not applied."""
+
+    step: int = pydantic.Field(ge=0)
+    applied_steps: int = pydantic.Field(ge=0)
+    data_position: int = pydantic.Field(ge=0)  # the step whose batch comes next
+    seed: int
+
+
+class CheckpointRecord(Schema):
+    """What a checkpoint says of itself. `sequence` counts saves: after going back to an older step it still grows."""
+
+    format: int
+    sequence: int
+    progress: Progress
+    settings: dict[str, Any]  # flat, keys with dots
+    checksums: dict[str, dict[str, int]]  # file -> tensor -> CRC-32
+
+
+def checkpoint_bytes(model: ModelSpec, precision: Precision) -> int:
+    """Bytes on disk of one checkpoint, at most. Keeping N takes room for N + 1 while one is written."""
+    num_tensors = sum(len(model.block(index).tensors) for index in range(model.num_blocks))
+    parameter_bytes = PRECISIONS[precision].weight + state_bytes(precision, "fp32")
+    return model.num_parameters * parameter_bytes + 4 * num_tensors * 2 * _HEADER_BYTES + 2**16
+
+
+def save(
+    folder: Path | str,
+    *,
+    model: ModelSpec,
+    states: Sequence[BlockState],
+    progress: Progress,
+    settings: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Write `folder`/step-NNNNNNNN and remove all but the newest `keep` checkpoints. Returns the new one's path.
+
+    The checkpoint appears by renaming when all of it is on disk. `settings` (nested, JSON) are those that a resumed
+    run must share. At most one piece of a tensor is copied. Raises ConveyorError when the disk is too small or
+    refuses; earlier checkpoints stay whole.
+    """
+    assert keep >= 1
+    folder = Path(folder)
+    num_bytes = checkpoint_bytes(model, states[0].precision)
+    target = folder / f"step-{progress.step:08}"
+    require_free_disk(folder, num_bytes, what="a checkpoint", remedy="free some or save elsewhere")
+    existing = _complete(folder)
+    flat = _flat_settings(model, states[0].precision, settings)
+    checksums = {}
+    try:
+        _remove_leftovers(folder)
+        with appearing_folder(target) as partial:
+            for index, state in enumerate(states):
+                name = _block_file(index)
+                checksums[name] = write_shard(partial / name, _tensors(model, index, state), metadata={"format": "pt"})
+            record = CheckpointRecord(
+                format=FORMAT,
+                sequence=max((record.sequence for _, record in existing), default=0) + 1,
+                progress=progress,
+                settings=flat,
+                checksums=checksums,
+            )
+            record.save(partial / RECORD_NAME)
+        for path, _ in _complete(folder)[:-keep]:
+            _remove(path)
+    except OSError as error:
+        raise ConveyorError(
+            f"{target}: the checkpoint could not be written ({error.strerror}); earlier checkpoints are whole"
+        ) from error
+    return target
+
+
+def latest(folder: Path | str) -> Path | None:
+    """The newest complete checkpoint in a folder, or None. Raises InputError when a record is damaged."""
+    complete = _complete(Path(folder))
+    return complete[-1][0] if complete else None
+
+
+def read_record(path: Path | str) -> CheckpointRecord:
+    """A checkpoint's record. Raises InputError when `path` is no checkpoint of this format."""
+    path = require_path(path, what="checkpoint")
+    if not (path / RECORD_NAME).is_file():
+        newest = latest(path) if path.is_dir() else None
+        hint = f"; did you mean {newest}?" if newest else ""
+        raise InputError(f"{path}: is not a checkpoint, it has no {RECORD_NAME}{hint}")
+    record = CheckpointRecord.load(path / RECORD_NAME)
+    if record.format != FORMAT:
+        raise InputError(f"{path}: has checkpoint format {record.format}, this version reads {FORMAT}")
+    return record
+
+
+def load(
+    path: Path | str,
+    *,
+    model: ModelSpec,
+    states: Sequence[BlockState],
+    settings: Mapping[str, Any],
+    accept: Collection[str] = (),
+) -> Progress:
+    """Fill `states`, wherever they live, from a checkpoint. Returns how far the run had come.
+
+    Raises InputError when model, precision or a setting differs from the checkpoint's (naming keys and values; keys
+    in `accept` may differ), and when a file is missing, cut off or damaged (naming it). Settings and sizes are
+    checked before the first value is written; a flipped bit is found while reading, so `states` are of no use then.
+    """
+    path = Path(path)
+    record = read_record(path)
+    _require_same(path, record.settings, _flat_settings(model, states[0].precision, settings), accept)
+    files: list[dict[str, StoredTensor]] = []
+    for index, state in enumerate(states):
+        file = path / _block_file(index)
+        if not file.exists():
+            raise InputError(f"{file}: is missing from the checkpoint")
+        stored = read_header(file)
+        for name, target in _tensors(model, index, state).items():
+            source = stored.get(name)
+            if source is None or source.shape != tuple(target.shape) or DTYPES.get(source.dtype) != target.dtype:
+                raise InputError(f"{file}: tensor {name!r} is missing or has another shape or dtype than the run's")
+        files.append(stored)
+    for index, state in enumerate(states):
+        checksums = record.checksums.get(_block_file(index), {})
+        for name, target in _tensors(model, index, state).items():
+            if read_tensor(files[index][name], target) != checksums.get(name):
+                raise InputError(f"{files[index][name].file}: is damaged: the checksum of tensor {name!r} is wrong")
+    return record.progress
+
+
+def _tensors(model: ModelSpec, index: int, state: BlockState) -> dict[str, torch.Tensor]:
+    """A block's state as it is stored: views named by plane and parameter."""
+    planes = {"weights": state.weights, "first_moment": state.first_moment, "second_moment": state.second_moment}
+    if state.low is not None:
+        planes["low"] = state.low
+    return {
+        f"{plane}.{model.block_prefix(index)}{tensor.name}": tensor_view(values, tensor)
+        for plane, values in planes.items()
+        for tensor in model.block(index).tensors
+    }
+
+
+def _block_file(index: int) -> str:
+    return f"block-{index:05}.safetensors"
+
+
+def _flat_settings(model: ModelSpec, precision: Precision, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a resumed run must share, as JSON knows it, under dotted keys."""
+    sizes = {key: value for key, value in model.model_dump(mode="json").items() if not isinstance(value, list)}
+    nested: dict[str, Any] = {"model": sizes, "precision": precision, **settings}
+    flat: dict[str, Any] = {}
+
+    def descend(value: Any, key: str) -> None:
+        if isinstance(value, dict):
+            for name, child in value.items():
+                descend(child, f"{key}.{name}" if key else str(name))
+        else:
+            flat[key] = value
+
+    descend(json.loads(json.dumps(nested)), "")
+    return flat
+
+
+def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any], accept: Collection[str]) -> None:
+    differences = [
+        f"{key} is {current.get(key, 'not set')!r}, the checkpoint was made with {saved.get(key, 'not set')!r}"
+        for key in dict.fromkeys((*saved, *current))
+        if key not in accept and (key in saved, saved.get(key)) != (key in current, current.get(key))
+    ]
+    if differences:
+        raise InputError(f"{path}: the run cannot go on with other settings: {'; '.join(differences)}")
+
+
+def _complete(folder: Path) -> list[tuple[Path, CheckpointRecord]]:
+    """Complete checkpoints, oldest save first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        if _COMPLETE.fullmatch(path.name) and (path / RECORD_NAME).is_file():
+            found.append((path, CheckpointRecord.load(path / RECORD_NAME)))
+    return sorted(found, key=lambda item: item[1].sequence)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed saves left behind: half-written folders, and replaced ones whose successor is complete."""
+    for leftover in folder.glob(f"step-*{PARTIAL_SUFFIX}"):
+        shutil.rmtree(leftover)
+    for replaced in folder.glob(f"step-*{REPLACED_SUFFIX}"):
+        if (replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX)) / RECORD_NAME).is_file():
+            _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a kill while its files go must not leave a name that counts as complete.
+    doomed = path.with_name(path.name + PARTIAL_SUFFIX)
+    path.rename(doomed)
+    shutil.rmtree(doomed)

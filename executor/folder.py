@@ -1,0 +1,90 @@
+"""Folders and files: paths that must exist, disk that must be free, folders that appear whole or not at all."""
+
+import difflib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from simulator.errors import ConveyorError, InputError
+from simulator.units import format_bytes
+
+PARTIAL_SUFFIX = ".partial"
+REPLACED_SUFFIX = ".replaced"
+
+
+def require_path(path: Path | str, *, what: str) -> Path:
+    """`path`, if it exists. Raises InputError that names the nearest existing name where the path goes wrong."""
+    path = Path(path).expanduser()
+    if path.exists():
+        return path
+    wrong = path
+    while not wrong.parent.exists():
+        wrong = wrong.parent
+    if not wrong.parent.is_dir():
+        raise InputError(f"{what}: {path} does not exist; {wrong.parent} is a file")
+    try:
+        names = sorted(entry.name for entry in os.scandir(wrong.parent))
+    except OSError:
+        names = []
+    nearest = difflib.get_close_matches(wrong.name, names, n=1, cutoff=0.6)
+    hint = f"; did you mean {wrong.parent / nearest[0]}?" if nearest else ""
+    raise InputError(f"{what}: {path} does not exist{hint}")
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Free bytes of the disk on which `path` lies or would lie."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def require_free_disk(
+    path: Path, num_bytes: int, *, what: str, error: type[ConveyorError] = ConveyorError, remedy: str = ""
+) -> None:
+    """Raise `error` when the disk of `path` has fewer than `num_bytes` free: InputError before a run, else 1."""
+    free = free_disk_bytes(path)
+    if free < num_bytes:
+        raise error(
+            f"{path}: disk short by {format_bytes(num_bytes - free)}: {what} needs {num_bytes} bytes "
+            f"({format_bytes(num_bytes)}), {format_bytes(free)} are free" + (f"; {remedy}" if remedy else "")
+        )
+
+
+@contextmanager
+def appearing_folder(target: Path) -> Iterator[Path]:
+    """An empty folder to write in, which becomes `target` when the block ends without an error.
+
+    Whoever looks at `target` sees the old folder or the new one, whole and on disk, at any moment but one: between
+    the two renames of a replacement the old one is called `target.replaced`. After an error nothing has changed.
+    """
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    replaced = target.with_name(target.name + REPLACED_SUFFIX)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        # Rename only what the disk holds: after a power cut a name must not stand for missing bytes.
+        sync_folder(partial)
+        if target.exists():
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            target.rename(replaced)
+        partial.rename(target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries to disk; its files are flushed by whoever writes them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,294 @@
+"""Hugging Face folders: weights in, random weights from a config, weights out.
+
+Weights stream between disk and the blocks' planes in pieces; there is never a second copy of the model.
+"""
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from fnmatch import fnmatch
+from os import sched_getaffinity
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from executor.folder import appearing_folder, require_free_disk, require_path
+from executor.planes import split_planes
+from executor.shard import StoredTensor, read_header, read_pieces, write_shard
+from executor.store import BlockState, tensor_view
+from simulator.errors import InputError
+from simulator.formats import PRECISIONS, Precision
+from simulator.model import ModelSpec, TensorSpec, transformers_config
+from simulator.units import GIB
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+
+# What a trained model's folder needs beside weights and config, copied from the folder it came from.
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# Buffers that old checkpoints carry; transformers computes them and ignores these too.
+_IGNORED = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attn.bias")
+_SOURCE_DTYPES = ("BF16", "F16", "F32", "F64")
+_RANDOM_PIECE = 2**20  # elements with a generator of their own
+
+# Takes a block's index, a tensor of the block, and flat host values for the elements from the given one on.
+Sink = Callable[[int, TensorSpec, int, torch.Tensor], None]
+# A block's index, a tensor's position in the block and the tensor, the piece's first element.
+_Piece = tuple[int, int, TensorSpec, int]
+
+
+def state_sink(states: Sequence[BlockState]) -> Sink:
+    """A sink that writes values into the blocks' planes, wherever these live.
+
+    In bf16 runs the fp32 value is split, so that nothing of an fp32 source is lost.
+    """
+
+    def write(block: int, tensor: TensorSpec, first: int, values: torch.Tensor) -> None:
+        state = states[block]
+        begin = tensor.offset + first
+        weights = state.weights[begin : begin + values.numel()]
+        if state.low is None:
+            weights.copy_(values)
+        else:
+            values = values.to(device=weights.device, dtype=torch.float32)
+            split_planes(values, weights, state.low[begin : begin + values.numel()])
+
+    return write
+
+
+def has_weights(path: Path | str) -> bool:
+    """Whether a model path is a folder with weights of any format; a config.json alone is not."""
+    path = Path(path)
+    return path.is_dir() and any(any(path.glob(pattern)) for pattern in ("*.safetensors*", "*.bin*", "*.pth", "*.gguf"))
+
+
+def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
+    """Stream a folder's safetensors weights (bf16, fp16, fp32 or fp64; sharded or not) into `sink`, piece by piece.
+
+    Everything is checked before the first value is given away. Raises InputError naming file and tensor for a shard
+    that is missing or cut off, and for tensors that are missing, unexpected, of the wrong shape or quantized. The
+    `lm_head.weight` of a tied model is ignored: the embedding is the head.
+    """
+    folder = require_path(folder, what="model folder")
+    stored = _stored_tensors(folder)
+    expected = {
+        model.block_prefix(index) + tensor.name: (index, tensor)
+        for index in range(model.num_blocks)
+        for tensor in model.block(index).tensors
+    }
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{folder}: its weights lack tensor {missing[0]!r}{more}, which config.json asks for")
+    ignored = (*_IGNORED, "lm_head.weight") if model.tied_embeddings else _IGNORED
+    for name, source in stored.items():
+        if name not in expected:
+            if any(fnmatch(name, pattern) for pattern in ignored):
+                continue
+            raise InputError(f"{source.file}: tensor {name!r} is not part of the model that config.json describes")
+        _, tensor = expected[name]
+        if source.shape != tensor.shape:
+            raise InputError(
+                f"{source.file}: tensor {name!r} has shape {list(source.shape)}, "
+                f"config.json asks for {list(tensor.shape)}"
+            )
+        if source.dtype not in _SOURCE_DTYPES:
+            raise InputError(
+                f"{source.file}: tensor {name!r} is {source.dtype}; weights are read from {', '.join(_SOURCE_DTYPES)}"
+            )
+    for source in sorted(stored.values(), key=lambda source: (source.file, source.begin)):
+        if source.name in expected:
+            index, tensor = expected[source.name]
+            for first, piece in read_pieces(source):
+                sink(index, tensor, first, piece)
+
+
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder by name, from the single file or from the shards of the index."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: is a file; weights are read from the model's folder")
+    if (folder / WEIGHTS_NAME).exists():
+        return read_header(folder / WEIGHTS_NAME)
+    index_path = folder / INDEX_NAME
+    if not index_path.exists():
+        if any(folder.glob("*.bin*")) or any(folder.glob("*.pth")):
+            raise InputError(
+                f"{folder}: holds pickled weights (.bin) only, which are not read; load the folder with transformers "
+                "and save_pretrained it once: that writes safetensors"
+            )
+        raise InputError(f"{folder}: has no weights, neither {WEIGHTS_NAME} nor {INDEX_NAME}")
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        assert isinstance(weight_map, dict)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise InputError(f"{index_path}: is not a safetensors index ({error!r})") from error
+    stored: dict[str, StoredTensor] = {}
+    for file_name in dict.fromkeys(weight_map.values()):
+        names = [name for name, file in weight_map.items() if file == file_name]
+        if not (folder / file_name).exists():
+            raise InputError(f"{index_path}: names shard {file_name} for tensor {names[0]!r}, and it is missing")
+        header = read_header(folder / file_name)
+        for name in names:
+            if name not in header:
+                raise InputError(f"{folder / file_name}: lacks tensor {name!r}, which {INDEX_NAME} puts there")
+        for name, source in header.items():
+            if name in stored:
+                raise InputError(f"{source.file}: tensor {name!r} is in {stored[name].file.name} too")
+            stored[name] = source
+    return stored
+
+
+def initialise(model: ModelSpec, config: Mapping[str, Any], states: Sequence[BlockState], *, seed: int) -> None:
+    """Random weights as transformers draws them: matrices from N(0, initializer_range), norms 1, biases 0.
+
+    `states` come zeroed. Every value is a function of (seed, block, position) alone, so neither placement nor the
+    number of cores changes it. The embedding of the padding token, if the config names one, is zero.
+    """
+    hf_config = transformers_config(dict(config))
+    deviation = float(getattr(hf_config, "initializer_range", None) or 0.02)
+    write = state_sink(states)
+    pieces = []
+    for index in range(model.num_blocks):
+        for position, tensor in enumerate(model.block(index).tensors):
+            if len(tensor.shape) > 1:
+                firsts = range(0, tensor.num_elements, _RANDOM_PIECE)
+                pieces += [(index, position, tensor, first) for first in firsts]
+            elif not tensor.name.endswith("bias"):
+                write(index, tensor, 0, torch.ones(tensor.num_elements))
+
+    def draw(piece: _Piece) -> torch.Tensor:
+        index, position, tensor, first = piece
+        sequence = np.random.SeedSequence([seed, index, position, first])
+        generator = np.random.Generator(np.random.SFC64(sequence))
+        values = generator.standard_normal(min(_RANDOM_PIECE, tensor.num_elements - first), dtype=np.float32)
+        values *= np.float32(deviation)
+        return torch.from_numpy(values)
+
+    for (index, _, tensor, first), values in _in_order(draw, pieces):
+        write(index, tensor, first, values)
+    padding = getattr(hf_config, "pad_token_id", None)
+    if padding is not None and 0 <= padding < model.vocab_size:
+        embedding = model.block(0).tensors[0]
+        write(0, embedding, padding * model.hidden_size, torch.zeros(model.hidden_size))
+
+
+def _in_order(
+    draw: Callable[[_Piece], torch.Tensor], pieces: Sequence[_Piece]
+) -> Iterator[tuple[_Piece, torch.Tensor]]:
+    """Draw pieces on all cores, a bounded number ahead: the drawn and unwritten ones are all the memory it takes."""
+    num_threads = len(sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads) as pool:
+        ahead: deque[tuple[_Piece, Future[torch.Tensor]]] = deque()
+        for piece in pieces:
+            if len(ahead) == 2 * num_threads:
+                drawn, future = ahead.popleft()
+                yield drawn, future.result()
+            ahead.append((piece, pool.submit(draw, piece)))
+        for drawn, future in ahead:
+            yield drawn, future.result()
+
+
+def export_bytes(model: ModelSpec, precision: Precision) -> int:
+    """Bytes on disk of an exported folder, tokenizer aside."""
+    return model.num_parameters * PRECISIONS[precision].weight
+
+
+def export(
+    folder: Path | str,
+    *,
+    model: ModelSpec,
+    config: Mapping[str, Any],
+    states: Sequence[BlockState],
+    source: Path | str | None = None,
+    save_tokenizer: Callable[[Path], None] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads: the weights the run computes with.
+
+    bf16 runs write bf16 (the high planes), fp32 runs fp32. Tied weights are written once. Tokenizer and generation
+    files come from the folder `source`, or from `save_tokenizer`, which gets the folder to write in. The folder
+    appears whole or not at all; one that an earlier export wrote is replaced, any other must be empty.
+
+    Raises InputError when the folder is in use, ConveyorError when the disk is too small.
+    """
+    folder = Path(folder)
+    if source is not None and folder.resolve() == Path(source).resolve():
+        raise InputError(f"{folder}: is the folder of the model that was trained; export to another one")
+    if folder.exists() and not _is_exported(folder):
+        raise InputError(f"{folder}: exists and holds other files than a model; export to another folder")
+    precision = states[0].precision
+    require_free_disk(folder, export_bytes(model, precision) + GIB // 64, what="the exported model")
+    with appearing_folder(folder) as partial:
+        if source is not None:
+            for name in COPIED_FILES:
+                if (Path(source) / name).is_file():
+                    shutil.copyfile(Path(source) / name, partial / name)
+        if save_tokenizer is not None:
+            save_tokenizer(partial)
+        (partial / "config.json").write_text(json.dumps(_exported_config(model, config, precision), indent=2) + "\n")
+        _write_shards(partial, model, states, max_shard_bytes)
+    return folder
+
+
+def _exported_config(model: ModelSpec, config: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    dtype = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[precision]
+    exported = {key: value for key, value in config.items() if key != "torch_dtype"}  # the old name of dtype
+    exported.update(
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model.family]],
+        tie_word_embeddings=model.tied_embeddings,
+        dtype=dtype,
+    )
+    return exported
+
+
+def _write_shards(folder: Path, model: ModelSpec, states: Sequence[BlockState], max_shard_bytes: int) -> None:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    shard_bytes = total_bytes = 0
+    for index in range(model.num_blocks):
+        for tensor in model.block(index).tensors:
+            view = tensor_view(states[index].weights, tensor)
+            num_bytes = view.numel() * view.element_size()
+            if shards[-1] and shard_bytes + num_bytes > max_shard_bytes:
+                shards.append({})
+                shard_bytes = 0
+            shards[-1][model.block_prefix(index) + tensor.name] = view
+            shard_bytes += num_bytes
+            total_bytes += num_bytes
+    if len(shards) == 1:
+        write_shard(folder / WEIGHTS_NAME, shards[0], metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_shard(folder / name, shard, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+    metadata = {"total_size": total_bytes, "total_parameters": model.num_parameters}
+    index_text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+    (folder / INDEX_NAME).write_text(index_text + "\n")
+
+
+def _is_exported(folder: Path) -> bool:
+    """Whether a folder holds nothing but what `export` writes."""
+    patterns = ("config.json", INDEX_NAME, WEIGHTS_NAME, "model-*-of-*.safetensors", *COPIED_FILES)
+    return folder.is_dir() and all(
+        any(fnmatch(entry.name, pattern) for pattern in patterns) for entry in folder.iterdir()
+    )
