@@ -11,8 +11,9 @@ import torch
 from executor.adamw import adamw_device, adamw_host, clip_scalars
 from executor.gradients import accumulate, finish_gradient
 from executor.head import HeadTemplate
-from executor.layer import LayerTemplates
+from executor.layer import LayerTemplates, tensor_views
 from executor.memory import Memory
+from executor.store import plane_dtype
 from simulator.model import ModelSpec
 from simulator.policy import Policy
 from simulator.program import Kind, Operation, Resource
@@ -44,6 +45,9 @@ class Operations:
         self.model, self.policy, self.memory, self.templates = model, policy, memory, templates
         self.head = HeadTemplate(templates.final_norm, model, precision=memory.precision)
         self.optimization = optimization
+        gradient_dtype = plane_dtype("gradient", memory.precision, memory.gradient_format)
+        assert gradient_dtype is not None
+        self.gradient_dtype = gradient_dtype
         self.host_threads = host_threads
         self.parity = 0  # of the step being launched: which half of the double-buffered host tensors it uses
         self.table = optimization.table.to(memory.device)
@@ -131,7 +135,8 @@ class Operations:
             del hidden  # what was kept holds it, and lets go of it as the backward proceeds
             weights = memory.plane(operation.source("weights"), block)
             passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(block, weights, kept, upstream)
-            accumulate(accumulator, self.model.block(block), gradients, first=operation.first)
+            views = list(tensor_views(self.model.block(block), accumulator).values())
+            accumulate(accumulator, views, gradients, first=operation.first)
         del upstream
         self._release(operation)
 
@@ -143,8 +148,8 @@ class Operations:
         finish_gradient(
             accumulator,
             memory.plane(operation.target("gradient."), block),
-            memory.norms[block],
-            gradient_format=memory.gradient_format,
+            memory.norms[block : block + 1],
+            gradient_dtype=self.gradient_dtype,
         )
 
     def store_gradient(self, operation: Operation) -> None:

@@ -47,7 +47,7 @@ def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
     orders = {
         "first": list(_step(model, policy, placement, pending=False)),
         "steady": list(_step(model, policy, placement, pending=delayed)),
-        "drain": list(_updates(model, policy, placement)) if delayed else [],
+        "drain": list(_drain(model, policy, placement)) if delayed else [],
     }
     programs = derive_waits(orders)
     first, steady, drain = (Program(variant, programs[variant], buffers) for variant in orders)
@@ -262,6 +262,11 @@ def _clip(name: str, block: int, norms: tuple[Access, ...], suffix: str) -> Oper
 
 def _updates(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
     return (_update(policy, placement, block) for block in range(model.num_blocks))
+
+
+def _drain(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
+    yield from _updates(model, policy, placement)
+    yield from (_load_resident(block) for block in range(model.num_blocks) if _returns(policy, block))
 
 
 def _update(policy: Policy, placement: Placement, block: int) -> Operation:

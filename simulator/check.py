@@ -1,7 +1,8 @@
 """The checker: proves for a step program that it cannot race, deadlock or use memory after it is freed.
 
-It replays first, steady, steady, steady, drain in program order and keeps, for every operation, what is certainly
-finished when it starts (a vector clock over the FIFO resources). It knows nothing of how the waits were made.
+It replays first, steady, steady, steady, drain, first, drain in program order and keeps, for every operation, what is
+certainly finished when it starts (a vector clock over the FIFO resources), and for every buffer which version of which
+value it holds. It knows nothing of how the waits were made.
 """
 
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ INITIALISED = (Role.WEIGHTS, Role.STATE)
 def check(step_program: StepProgram) -> None:
     """Raise ProgramError, naming the operation and the buffer, unless every rule holds:
 
-    names are unique and waits point backwards (no deadlock); each read finds the value it names, written by a
-    finished operation; each write waits for the last reader and writer; a passing buffer is written before use,
+    names are unique and waits point backwards (no deadlock); each read finds the value it names, in its latest
+    version, written by a finished operation; each write waits for the last reader and writer; a passing buffer is written before use,
     released exactly once, after its last use, within its step.
     """
     steady_names = {operation.name for operation in step_program.steady}
@@ -35,6 +36,8 @@ def _unrolled(step_program: StepProgram) -> Iterator[Program]:
     yield step_program.first
     for _ in range(3):
         yield step_program.steady
+    yield step_program.drain
+    yield step_program.first
     yield step_program.drain
 
 
@@ -68,6 +71,7 @@ class _Point:
 @dataclass(slots=True)
 class _BufferState:
     content: str | None
+    version: int = 0
     writer: _Point | None = None
     readers: list[_Point] = field(default_factory=list)
     live: bool = False
@@ -85,6 +89,7 @@ class _State:
             )
             for name, buffer in step_program.buffers.items()
         }
+        self.versions: dict[str, int] = {}  # the latest of each content
         self.finished: dict[tuple[str, int], tuple[_Point, dict[Resource, int]]] = {}
         self.lengths = dict.fromkeys(Resource, 0)
         self.clocks: dict[Resource, dict[Resource, int]] = {r: dict.fromkeys(Resource, -1) for r in Resource}
@@ -105,6 +110,8 @@ class _State:
                 raise ProgramError(f"{label} reads {access.buffer}, which is not allocated")
             if buffer.content != access.content:
                 raise ProgramError(f"{label} expects {access.content} in {access.buffer}, found {buffer.content}")
+            if buffer.version != self.versions.get(access.content, 0):
+                raise ProgramError(f"{label} reads an outdated {access.content} from {access.buffer}")
             self._require(buffer.writer, clock, label, access.buffer, "was written by")
         for access in operation.writes:
             buffer = self.buffers[access.buffer]
@@ -113,8 +120,13 @@ class _State:
                 self._require(reader, clock, label, access.buffer, "is still being read by")
         for access in operation.reads:
             self.buffers[access.buffer].readers.append(point)
+        carried = {access.content for access in operation.reads}
         for access in operation.writes:
-            self.buffers[access.buffer] = _BufferState(access.content, point, [], live=True)
+            # A value that is read in one buffer and left in another is a copy; all else is a new version.
+            copied = access.content in carried and access not in operation.reads
+            version = self.versions.get(access.content, 0) + (0 if copied else 1)
+            self.versions[access.content] = version
+            self.buffers[access.buffer] = _BufferState(access.content, version, point, [], live=True)
         for name in operation.releases:
             buffer = self.buffers[name]
             if self.declared[name].persistent or not buffer.live:
@@ -133,6 +145,10 @@ class _State:
         left = [name for name, buffer in self.buffers.items() if buffer.live and not self.declared[name].persistent]
         if left:
             raise ProgramError(f"{variant}: never releases {', '.join(left[:3])}")
+        if variant == "drain":
+            # A drain ends when all resources have finished.
+            done = {resource: length - 1 for resource, length in self.lengths.items()}
+            self.clocks = dict.fromkeys(Resource, done)
 
     @staticmethod
     def _require(point: _Point | None, clock: dict[Resource, int], label: str, buffer: str, relation: str) -> None:
