@@ -1,0 +1,67 @@
+"""Layers through torch.compile at a save level: how much of what autograd wants to keep the compiled layer keeps.
+
+The level is torch's activation memory budget, read by the partitioner that cuts the joint graph into forward and
+backward. Two things make it stick. Each level compiles a function with a code object of its own, since torch.compile
+finds earlier results by code object. And the budget is set inside the backend, which runs again for every new input
+shape and in whichever thread meets it first; set around the call it would be lost there.
+"""
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simulator.errors import ConveyorError
+
+# Rounds intermediates to bf16 where eager would: without it save levels differ by what they fuse.
+INDUCTOR_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+
+_serial = itertools.count()
+
+
+def compile_layer(function: Callable[..., Tensor], *, budget: float, name: str) -> Callable[..., Tensor]:
+    """`function` compiled whole for each input shape, keeping at most the share `budget` (0 to 1) for its backward.
+
+    Raises ConveyorError when it cannot be compiled, or when it meets more shapes than torch keeps compiled: a run
+    that compiles in every step would pass for a slow one.
+    """
+    compiled = torch.compile(
+        _own_code(function, f"{name}_{next(_serial)}"), backend=_backend(budget), dynamic=False, fullgraph=True
+    )
+
+    def call(*arguments: Tensor) -> Tensor:
+        try:
+            return compiled(*arguments)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise ConveyorError(
+                f"{name}: met more input shapes than torch keeps compiled "
+                f"({torch._dynamo.config.recompile_limit}); use one micro-batch size and sequence length"
+            ) from error
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise ConveyorError(f"{name}: torch.compile failed ({cause}); set compiled to false") from error
+
+    return call
+
+
+def _backend(budget: float) -> Callable[..., Any]:
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx  # seconds to import, and eager runs do without
+
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            # As config_patches, the options also reach the backward, which is compiled when it first runs, in
+            # autograd's thread.
+            return compile_fx(graph, example_inputs, config_patches=INDUCTOR_OPTIONS)
+
+    return backend
+
+
+def _own_code(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=name)
+    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

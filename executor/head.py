@@ -1,0 +1,194 @@
+"""The head: final norm, output projection and cross-entropy, a chunk of tokens at a time.
+
+Each chunk's logits become its gradients in place and are used up before the next chunk starts, so no [tokens, vocab]
+tensor outlives its chunk. Log-sum-exp and softmax run in fp32 (fp64 in fp64 runs) whatever the compute dtype.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from executor.layer import ACCUMULATOR_DTYPES, COMPUTE_DTYPES, tensor_views, zero_padding
+from simulator.formats import Precision
+from simulator.model import ModelSpec
+
+_NORM, _PROJECTION, _EMBEDDING = "model.norm.weight", "lm_head.weight", "embed_tokens.weight"
+
+# Elements of logits that are widened to fp32 at a time, and of the projection's gradient formed at a time: they bound
+# the memory beside the chunk's logits to about three times 256 MiB. Rows are independent, so results do not change.
+_SLICE_ELEMENTS = 2**26
+
+
+class HeadTemplate:
+    """The head of a model as functions of flat weights.
+
+    `norm` is transformers' final norm on the meta device (LayerTemplates.final_norm). Where embeddings are tied, the
+    projection's weight is the embedding's; its gradient then goes to an accumulator apart from the one of the input
+    side, so that the order of sums is the same however micro-batches are grouped.
+    """
+
+    def __init__(self, norm: nn.Module, model: ModelSpec, *, precision: Precision) -> None:
+        self.model = model
+        self.dtype = COMPUTE_DTYPES[precision]
+        self.accumulator_dtype = ACCUMULATOR_DTYPES[precision]
+        self._norm = norm
+        self._head = model.block(model.head)
+        self._embedding = model.block(0)
+
+    def loss_and_gradients(
+        self,
+        flat_head: Tensor,
+        flat_embedding: Tensor | None,
+        hidden: Tensor,
+        labels: Tensor,
+        loss_scale: float | Tensor,
+        *,
+        chunk_tokens: int,
+        head_accumulator: Tensor,
+        embedding_accumulator: Tensor | None = None,
+        first: bool,
+        grad_hidden: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of the token losses (a scalar in accumulator dtype, unscaled), and the gradient of `hidden`.
+
+        hidden: the last layer's output, [rows, sequence, hidden size]. labels: [rows, sequence] int64, already
+        shifted; -100 does not count. loss_scale: 1 / (tokens with a label in the whole step), which weights
+        micro-batches by their tokens; it multiplies every gradient and not the loss. Gradients of the weights are
+        formed in compute dtype, chunk after chunk in ascending order, and added in the accumulator's dtype; `first`
+        writes where later micro-batches add. flat_embedding and embedding_accumulator (layout of block 0) are for
+        tied embeddings and None otherwise. grad_hidden: where to write, `hidden` itself allowed; None allocates.
+        """
+        tied = self.model.tied_embeddings
+        assert (flat_embedding is not None) == (embedding_accumulator is not None) == tied
+        with torch.no_grad():
+            norm_weight, projection = self._weights(flat_head, flat_embedding)
+            norm_sum = tensor_views(self._head, head_accumulator)[_NORM]
+            if embedding_accumulator is None:
+                projection_sum = tensor_views(self._head, head_accumulator)[_PROJECTION]
+            else:
+                projection_sum = tensor_views(self._embedding, embedding_accumulator)[_EMBEDDING]
+            if first:
+                zero_padding(self._head, head_accumulator)
+                if embedding_accumulator is not None:
+                    zero_padding(self._embedding, embedding_accumulator)
+            if grad_hidden is None:
+                grad_hidden = torch.empty_like(hidden)
+            scale = self._scale(loss_scale, hidden.device)
+            tokens, gradients, targets = self._flat(hidden), self._flat(grad_hidden), labels.reshape(-1)
+            losses = torch.empty(targets.shape, dtype=self.accumulator_dtype, device=hidden.device)
+            for start in range(0, targets.numel(), chunk_tokens):
+                chunk = slice(start, start + chunk_tokens)
+                self._chunk(
+                    tokens[chunk],
+                    targets[chunk],
+                    norm_weight,
+                    projection,
+                    scale,
+                    losses=losses[chunk],
+                    norm_sum=norm_sum,
+                    projection_sum=projection_sum,
+                    grad_tokens=gradients[chunk],
+                    first=first and start == 0,
+                )
+            return losses.sum(), grad_hidden
+
+    def loss(
+        self, flat_head: Tensor, flat_embedding: Tensor | None, hidden: Tensor, labels: Tensor, *, chunk_tokens: int
+    ) -> Tensor:
+        """The sum of the token losses alone, for evaluation: the same number as loss_and_gradients gives."""
+        with torch.no_grad():
+            norm_weight, projection = self._weights(flat_head, flat_embedding)
+            tokens, targets = self._flat(hidden), labels.reshape(-1)
+            losses = torch.empty(targets.shape, dtype=self.accumulator_dtype, device=hidden.device)
+            for start in range(0, targets.numel(), chunk_tokens):
+                chunk = slice(start, start + chunk_tokens)
+                logits = self._normed(tokens[chunk], norm_weight) @ projection.t()
+                self._token_losses(logits, targets[chunk], losses[chunk], with_gradient=False)
+                del logits  # before the next chunk's are made
+            return losses.sum()
+
+    def _chunk(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        norm_weight: Tensor,
+        projection: Tensor,
+        scale: Tensor,
+        *,
+        losses: Tensor,
+        norm_sum: Tensor,
+        projection_sum: Tensor,
+        grad_tokens: Tensor,
+        first: bool,
+    ) -> None:
+        tokens, norm_weight = tokens.detach().requires_grad_(), norm_weight.detach().requires_grad_()
+        with torch.enable_grad():
+            normed_graph = self._normed(tokens, norm_weight)
+        normed = normed_graph.detach()
+        grad_logits = normed @ projection.t()
+        self._token_losses(grad_logits, targets, losses, with_gradient=True)  # turns logits into their gradient
+
+        # The gradient is unscaled and covers tokens without a label. Both are put right on [tokens, hidden size]
+        # tensors, which are a hundred times smaller.
+        counted = (targets >= 0).unsqueeze(1)
+        grad_normed = ((grad_logits @ projection) * (counted * scale)).to(normed.dtype)
+        normed = normed * counted
+        rows = max(1, _SLICE_ELEMENTS // normed.shape[1])
+        for start in range(0, projection.shape[0], rows):
+            part = slice(start, start + rows)
+            _accumulate(projection_sum[part], grad_logits[:, part].t() @ normed, scale, first=first)
+        grad, grad_norm_weight = torch.autograd.grad((normed_graph,), (tokens, norm_weight), (grad_normed,))
+        _accumulate(norm_sum, grad_norm_weight, None, first=first)
+        grad_tokens.copy_(grad)
+
+    def _token_losses(self, logits: Tensor, targets: Tensor, losses: Tensor, *, with_gradient: bool) -> None:
+        """Write each token's loss (0 without a label); with_gradient: turn logits into softmax minus one-hot."""
+        targets_or_zero = targets.clamp(min=0).unsqueeze(1)
+        rows = max(1, _SLICE_ELEMENTS // logits.shape[1])
+        for start in range(0, logits.shape[0], rows):
+            part = slice(start, start + rows)
+            log_softmax = torch.log_softmax(logits[part].to(self.accumulator_dtype), dim=1)
+            at_target = log_softmax.gather(1, targets_or_zero[part])
+            torch.mul(at_target.squeeze(1).neg(), targets[part] >= 0, out=losses[part])
+            if with_gradient:
+                torch.exp(log_softmax, out=logits[part])
+                # p - 1 from the exact log p: in bf16 the difference would lose the digits that matter near p = 1.
+                _write_columns(logits[part], targets_or_zero[part], at_target.expm1().to(logits.dtype))
+
+    def _normed(self, tokens: Tensor, norm_weight: Tensor) -> Tensor:
+        normed: Tensor = functional_call(self._norm, {"weight": norm_weight}, (tokens,))
+        return normed
+
+    def _weights(self, flat_head: Tensor, flat_embedding: Tensor | None) -> tuple[Tensor, Tensor]:
+        views = tensor_views(self._head, flat_head)
+        if flat_embedding is None:
+            return views[_NORM], views[_PROJECTION]
+        return views[_NORM], tensor_views(self._embedding, flat_embedding)[_EMBEDDING]
+
+    def _flat(self, hidden: Tensor) -> Tensor:
+        return hidden.view(-1, self.model.hidden_size)
+
+    def _scale(self, loss_scale: float | Tensor, device: torch.device) -> Tensor:
+        # One element in one dimension: a scalar without dimensions would not lift bf16 products to fp32.
+        if isinstance(loss_scale, Tensor):
+            return loss_scale.to(device, self.accumulator_dtype).reshape(1)
+        return torch.full((1,), loss_scale, dtype=self.accumulator_dtype, device=device)
+
+
+def _accumulate(total: Tensor, gradient: Tensor, scale: Tensor | None, *, first: bool) -> None:
+    """total = gradient * scale if `first`, else total += gradient * scale, in the dtype of `total`."""
+    if scale is None:
+        _ = total.copy_(gradient) if first else total.add_(gradient)
+    elif first:
+        torch.mul(gradient, scale, out=total)
+    else:
+        total.addcmul_(gradient, scale)
+
+
+def _write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
+    """matrix[i, columns[i, 0]] = values[i, 0], without the wait for the device of a checked or sorted scatter."""
+    if matrix.device.type == "cpu":
+        matrix.scatter_(1, columns, values)
+    else:
+        rows = torch.arange(matrix.shape[0], device=matrix.device)
+        torch._index_put_impl_(matrix, (rows, columns.squeeze(1)), values.squeeze(1), accumulate=False, unsafe=True)

@@ -1,0 +1,128 @@
+"""What a layer's forward keeps for its backward, with the weights taken out.
+
+Weights may leave their memory between a layer's forward and its backward: their slot is given to another layer, and
+they come back elsewhere. So a saved tensor that lies in the weights' memory is remembered as (offset, shape, stride)
+and read, in the backward, from the weights that are bound then. Everything else is kept as it is and handed over once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from simulator.errors import ProgramError
+
+
+class WeightView(NamedTuple):
+    """A saved tensor that is a view of the block's flat weights; `offset` counts elements from their start."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class SavedTensors:
+    """The tensors one autograd graph saved, and where the graph finds its weights.
+
+    The graph refers to this object, never the other way: a cycle through autograd's nodes is invisible to Python's
+    collector and would keep the activations for ever.
+    """
+
+    def __init__(self, flat: Tensor, constants: Sequence[Tensor]) -> None:
+        self._weights_start = flat.data_ptr()
+        self._weights_end = self._weights_start + flat.numel() * flat.element_size()
+        self._dtype = flat.dtype
+        self._constants = {constant.untyped_storage().data_ptr() for constant in constants}
+        self._tensors: list[Tensor | None] = []
+        self._bound: Tensor | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context in which a layer's forward runs."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def bind(self, flat: Tensor) -> None:
+        """Give the memory that holds the weights now. They must be the forward's, bit for bit."""
+        self._bound = flat
+
+    def clear(self) -> None:
+        self._tensors.clear()
+        self._bound = None
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept, without weights and without the constants all layers share."""
+        kept = [tensor for tensor in self._tensors if tensor is not None]
+        return [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in self._constants]
+
+    def _pack(self, tensor: Tensor) -> WeightView | int:
+        if self._weights_start <= tensor.data_ptr() < self._weights_end:
+            assert tensor.dtype == self._dtype, "a weight was saved as a view of another dtype"
+            offset = (tensor.data_ptr() - self._weights_start) // tensor.element_size()
+            return WeightView(offset, tuple(tensor.shape), tuple(tensor.stride()))
+        # detach: the tensor may be the output of the node that saves it, which would close a cycle.
+        self._tensors.append(tensor.detach())
+        return len(self._tensors) - 1
+
+    def _unpack(self, packed: WeightView | int) -> Tensor:
+        if isinstance(packed, WeightView):
+            if self._bound is None:
+                raise ProgramError("a layer's backward ran without its weights bound")
+            return self._bound.as_strided(packed.shape, packed.stride, self._bound.storage_offset() + packed.offset)
+        tensor = self._tensors[packed]
+        assert tensor is not None, "a saved tensor was read twice"
+        # Compiled backwards write into what they are given, and memory is free as soon as its reader is done.
+        self._tensors[packed] = None
+        return tensor
+
+
+class SavedLayer:
+    """What one layer keeps of one micro-batch. Used by one backward, after which it holds nothing.
+
+    `hidden`, shape [rows, sequence, hidden size], is the layer's input: all that save level `input` keeps.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        *,
+        output: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
+        tensors: SavedTensors | None = None,
+    ) -> None:
+        self.hidden: Tensor | None = hidden
+        # The edge, not the output: the output is the next layer's input and not ours to keep.
+        self._output: GradientEdge | None = None if output is None else get_gradient_edge(output)
+        self._weights = tuple(weights)
+        self._tensors = tensors
+
+    @property
+    def has_graph(self) -> bool:
+        return self._output is not None
+
+    def take_hidden(self) -> Tensor:
+        """The layer's input, once: for a level that kept nothing else."""
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            raise ProgramError("a layer's saved input was used twice")
+        return hidden
+
+    def backward(self, flat: Tensor, grad_output: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Gradients of the input and of each weight tensor, in the block's order; drops all that was kept."""
+        if self._output is None or self._tensors is None or self.hidden is None:
+            raise ProgramError("a layer's saved activations were used twice, or never had a graph")
+        output, inputs, tensors = self._output, (self.hidden, *self._weights), self._tensors
+        self._output, self._weights, self._tensors, self.hidden = None, (), None, None
+        tensors.bind(flat)
+        try:
+            grad_hidden, *gradients = torch.autograd.grad((output,), inputs, (grad_output,))
+        finally:
+            tensors.clear()
+        return grad_hidden, gradients
+
+    def kept_bytes(self) -> int:
+        """Bytes this object keeps alive: distinct storages without weights and rotary tables, the input included."""
+        kept = [] if self._tensors is None else self._tensors.tensors()
+        if self.hidden is not None:
+            kept.append(self.hidden)
+        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
