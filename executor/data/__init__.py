@@ -1,0 +1,1 @@
+"""Training data: sources (text, JSONL, synthetic), the rows cut from them, and batches by step."""
