@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from executor.adamw import step_scalars
-from executor.data import synthetic_batch
+from executor.data.dataset import SYNTHETIC, Batch, open_dataset
 from executor.huggingface import initialise
 from executor.operations import Optimization
 from executor.runner import InlineRunner
@@ -115,14 +115,13 @@ def _trainer(
     return trainer
 
 
-def _step(trainer: Trainer, *, record: bool = False) -> None:
+def _random_batch(trainer: Trainer) -> Batch:
     workload = trainer.workload
-    trainer.step(
-        synthetic_batch(
-            workload.rows_per_step, workload.sequence_length, trainer.model.vocab_size, seed=BATCH_SEED
-        ),
-        record=record,
-    )
+    dataset = open_dataset(
+        SYNTHETIC, vocab_size=trainer.model.vocab_size, sequence_length=workload.sequence_length,
+        rows_per_step=workload.rows_per_step, seed=BATCH_SEED,
+    )  # fmt: skip
+    return dataset.batch(0)
 
 
 def _measured_alone(trainer: Trainer) -> dict[str, MeasuredCost]:
@@ -155,13 +154,14 @@ def _measured_alone(trainer: Trainer) -> dict[str, MeasuredCost]:
 
         return after
 
-    functions = trainer.operations.table_of_functions()
+    functions = trainer.operations.functions()
     trainer.runner = InlineRunner(functions, device, observe)
+    batch = _random_batch(trainer)
     try:
-        _step(trainer)
+        trainer.step(batch)
         observed.clear()  # the first step compiles and grows pools
         for _ in range(TIMED_STEPS if device.type == "cpu" else 2):
-            _step(trainer)
+            trainer.step(batch)
         trainer.drain()
     finally:
         trainer.runner = streamed
@@ -187,19 +187,20 @@ def _kept_bytes(trainer: Trainer, operation: Operation) -> int:
     if saved is None:
         return 0
     hidden = trainer.program.buffers[f"hidden.{operation.block}.{operation.micro_batch}"]
-    return max(0, saved.kept_bytes() - hidden.num_bytes)
+    return int(max(0, saved.kept_bytes() - hidden.num_bytes))
 
 
 def _measured_hot(trainer: Trainer, alone: dict[str, MeasuredCost], warm_seconds: float) -> dict[str, MeasuredCost]:
     """Compute operations back to back on their stream, after `warm_seconds` of load."""
+    batch = _random_batch(trainer)
     started = time.perf_counter()
-    _step(trainer)
+    trainer.step(batch)
     while time.perf_counter() - started < warm_seconds:
-        _step(trainer)
+        trainer.step(batch)
     times: dict[str, list[float]] = {}
     for _ in range(TIMED_STEPS):
-        _step(trainer)  # so that the recorded step has updates pending
-        _step(trainer, record=True)
+        trainer.step(batch)  # so that the recorded step has updates pending
+        trainer.step(batch, record=True)
         trainer.drain()
         operations = {operation.name: operation for operation in trainer.program.steady}
         for span in trainer.spans():

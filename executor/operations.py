@@ -55,8 +55,9 @@ class Operations:
         self.counts = {suffix: torch.zeros((), dtype=torch.int64, device=memory.device) for suffix in memory.scalars}
         self.norm = torch.zeros((), dtype=torch.float64, device=memory.device)
 
-    def table_of_functions(self) -> Mapping[str, Callable[[Operation], None]]:
-        functions: dict[Kind, Callable[[Operation], None]] = {
+    def functions(self) -> Mapping[Kind, Callable[[Operation], None]]:
+        """The table that the runner looks an operation's function up in."""
+        return {
             Kind.LOAD_BATCH: self.load_batch,
             Kind.LOAD_WEIGHTS: self.load_weights,
             Kind.FORWARD: self.forward,
@@ -69,7 +70,6 @@ class Operations:
             Kind.UPDATE: self.update,
             Kind.REPORT: self.report,
         }
-        return functions
 
     def load_batch(self, operation: Operation) -> None:
         memory, m = self.memory, operation.micro_batch
@@ -87,7 +87,8 @@ class Operations:
         if block == 0:
             passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m])
             return
-        output, saved = self.templates.forward(block, weights, passing[f"hidden.{block}.{m}"], operation.level)
+        level = self.policy.save_levels[block - 1]
+        output, saved = self.templates.forward(block, weights, passing[f"hidden.{block}.{m}"], level)
         passing[f"hidden.{block + 1}.{m}"] = output
         # At level `input` this is the input and, compiled, a graph over it: it costs no bytes of its own.
         if self.policy.kept_input(block):

@@ -17,7 +17,7 @@ import torch
 
 from executor.streams import StreamWait
 from simulator.errors import ConveyorError
-from simulator.program import Operation, Program, Resource, Wait
+from simulator.program import Kind, Operation, Program, Resource, Wait
 from simulator.timeline import Span
 
 Function = Callable[[Operation], None]
@@ -47,7 +47,7 @@ class InlineRunner:
 
     def __init__(
         self,
-        functions: Mapping[str, Function],
+        functions: Mapping[Kind, Function],
         device: torch.device,
         observe: Callable[[Operation], Callable[[], None]] | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class _Launched:
 class StreamRunner:
     """Runs programs on three CUDA streams and one worker thread."""
 
-    def __init__(self, functions: Mapping[str, Function], device: torch.device) -> None:
+    def __init__(self, functions: Mapping[Kind, Function], device: torch.device) -> None:
         self.functions = functions
         self.device = device
         self.streams = {
@@ -196,7 +196,7 @@ class StreamRunner:
 class HostWorker:
     """One thread that runs host operations in order, and counts them in a pinned word that streams wait on."""
 
-    def __init__(self, functions: Mapping[str, Function], device: torch.device) -> None:
+    def __init__(self, functions: Mapping[Kind, Function], device: torch.device) -> None:
         self.functions = functions
         self.device = device
         self.finished_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -243,7 +243,7 @@ class HostWorker:
                 self._progress.wait(PATIENCE_SECONDS)
                 if self.finished == before:
                     raise ConveyorError(
-                        f"the host worker made no progress for {PATIENCE_SECONDS:.0f} s; last finished operation: {before}"
+                        f"the host worker made no progress for {PATIENCE_SECONDS:.0f} s after operation {before}"
                     )
 
     def wait_all(self) -> None:

@@ -87,8 +87,8 @@ def cuda_pinning() -> Pinning | None:
     """CUDA's registration of host memory, or None on a machine without CUDA."""
     if not torch.cuda.is_available():
         return None
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.init()
+    runtime = torch.cuda.cudart()
     portable = 1  # cudaHostRegisterPortable: pinned for every context
     return Pinning(
         register=lambda address, num_bytes: int(runtime.cudaHostRegister(address, num_bytes, portable)),
@@ -296,6 +296,6 @@ def _unregister(pinning: Pinning, registered: list[int]) -> None:
         if code:
             refused[address] = code
     # At interpreter exit the driver may be gone already, and with it every registration.
-    if refused and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if refused and torch.cuda.is_initialized():
         address, code = next(iter(refused.items()))
         raise RuntimeError(f"cudaHostUnregister refused {address:#x}: {pinning.describe(code)} (error {code})")

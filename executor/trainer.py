@@ -1,4 +1,4 @@
-"""The trainer: one model under one plan. A step fills the batch, launches the program and, a step later, reads its report.
+"""The trainer: one model under one plan. A step is launched; its report is read when the next one is launched.
 
 The program of a step is launched without waiting for its end, so the GPU is never drained between steps; updates of a
 step may run inside the next one. `drain` finishes what is pending before the state is read.
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from executor.data import Batch
+from executor.data.dataset import Batch
 from executor.layer import LayerTemplates
 from executor.memory import Memory
 from executor.operations import Operations, Optimization
@@ -69,10 +69,8 @@ class Trainer:
         )
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores - RESERVED_CORES) if device.type == "cuda" else cores
-        self.operations = Operations(
-            model, policy, self.memory, self.templates, optimization, host_threads=threads
-        )
-        functions = self.operations.table_of_functions()
+        self.operations = Operations(model, policy, self.memory, self.templates, optimization, host_threads=threads)
+        functions = self.operations.functions()
         self.runner: Runner = (
             StreamRunner(functions, device) if device.type == "cuda" else InlineRunner(functions, device)
         )

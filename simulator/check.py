@@ -19,8 +19,8 @@ def check(step_program: StepProgram) -> None:
     """Raise ProgramError, naming the operation and the buffer, unless every rule holds:
 
     names are unique and waits point backwards (no deadlock); each read finds the value it names, in its latest
-    version, written by a finished operation; each write waits for the last reader and writer; a passing buffer is written before use,
-    released exactly once, after its last use, within its step.
+    version, written by a finished operation; each write waits for the last reader and writer; a passing buffer is
+    written before use, released exactly once, after its last use, within its step.
     """
     steady_names = {operation.name for operation in step_program.steady}
     for program in (step_program.first, step_program.steady, step_program.drain):

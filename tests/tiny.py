@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from executor.adamw import step_scalars
-from executor.data import Batch
+from executor.data.dataset import Batch
 from executor.operations import Optimization
 from executor.planes import merge_planes, split_planes
 from executor.store import tensor_view
@@ -39,7 +39,7 @@ def tiny_batches(num_steps: int, *, rows: int = ROWS, vocab: int = 61) -> list[B
         tokens, labels = stream[:, :-1].contiguous(), stream[:, 1:].clone()
         for row in range(rows):
             labels[row, SEQUENCE - 2 * (row % 4) :] = -100
-        batches.append(Batch(tokens, labels, int((labels != -100).sum())))
+        batches.append(Batch(tokens, labels, int((labels != -100).sum()), tokens.numel()))
     return batches
 
 
