@@ -155,7 +155,7 @@ def _measured_alone(trainer: Trainer) -> dict[str, MeasuredCost]:
         return after
 
     functions = trainer.operations.functions()
-    trainer.runner = InlineRunner(functions, device, observe)
+    trainer.runner = InlineRunner(functions, device, device_bytes=memory.device_bytes, observe=observe)
     batch = _random_batch(trainer)
     try:
         trainer.step(batch)
@@ -203,7 +203,7 @@ def _measured_hot(trainer: Trainer, alone: dict[str, MeasuredCost], warm_seconds
         trainer.step(batch, record=True)
         trainer.drain()
         operations = {operation.name: operation for operation in trainer.program.steady}
-        for span in trainer.spans():
+        for span in trainer.runner.spans():
             if span.resource == Resource.COMPUTE:
                 operation = operations[span.name]
                 key = operation_key(operation, trainer.model, trainer.workload, trainer.policy)

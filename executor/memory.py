@@ -125,6 +125,21 @@ class Memory:
             "host": self.host.bytes.resident,
         }
 
+    def device_bytes(self) -> int:
+        """Bytes that the device's buffers take now; where the device is the CPU, counted from what is held."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        storages: dict[int, int] = {}
+        held = 0
+        for value in self.passing.values():
+            if isinstance(value, torch.Tensor):
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            else:
+                held += value.kept_bytes() - (
+                    value.hidden.untyped_storage().nbytes() if value.hidden is not None else 0
+                )
+        return self.persistent_bytes()["device"] + held + sum(storages.values())
+
     def close(self) -> None:
         """Unpin and drop everything."""
         self.passing.clear()

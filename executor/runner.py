@@ -18,7 +18,7 @@ import torch
 from executor.streams import StreamWait
 from simulator.errors import ConveyorError
 from simulator.program import Kind, Operation, Program, Resource, Wait
-from simulator.timeline import Span
+from simulator.timeline import MemoryPoint, Span
 
 Function = Callable[[Operation], None]
 # A wait that no one ends is a fault: give up after this long without any progress.
@@ -36,29 +36,36 @@ class Runner(Protocol):
 
     def spans(self) -> list[Span]: ...
 
+    def memory(self) -> list[MemoryPoint]: ...
+
     def close(self) -> None: ...
 
 
 class InlineRunner:
     """Runs each operation to its end before the next starts: for machines without a GPU, and to measure alone.
 
-    `observe` is called before each operation and returns what to call after it.
+    `device_bytes` tells the bytes that device buffers take now; `observe` is called before each operation and returns
+    what to call after it.
     """
 
     def __init__(
         self,
         functions: Mapping[Kind, Function],
         device: torch.device,
+        *,
+        device_bytes: Callable[[], int],
         observe: Callable[[Operation], Callable[[], None]] | None = None,
     ) -> None:
         self.functions = functions
         self.device = device
+        self.device_bytes = device_bytes
         self.observe = observe
         self._spans: list[Span] = []
+        self._memory: list[MemoryPoint] = []
 
     def run(self, program: Program, *, record: bool = False) -> None:
         """Run a program from its first operation to its last."""
-        spans = []
+        spans, memory = [], []
         origin = time.perf_counter()
         for operation in program:
             after = self.observe(operation) if self.observe is not None else None
@@ -69,8 +76,10 @@ class InlineRunner:
             spans.append(_span(operation, start, time.perf_counter() - origin, ""))
             if after is not None:
                 after()
+            if record:
+                memory.append(MemoryPoint(spans[-1].end, self.device_bytes()))
         if record:
-            self._spans = spans
+            self._spans, self._memory = spans, memory
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""
@@ -81,6 +90,10 @@ class InlineRunner:
     def spans(self) -> list[Span]:
         """Spans of the last recorded program, seconds from its start."""
         return self._spans
+
+    def memory(self) -> list[MemoryPoint]:
+        """Bytes of device buffers after each operation of the last recorded program."""
+        return self._memory
 
     def close(self) -> None:
         """Nothing to release."""
@@ -95,14 +108,18 @@ class _Launched:
     end: torch.cuda.Event | None = None
     number: int = 0
     seconds: list[float] = field(default_factory=list)  # host operations: start and end
+    device_bytes: int = 0  # allocated when it was launched: compute allocates in stream order, so also when it ran
 
 
 class StreamRunner:
     """Runs programs on three CUDA streams and one worker thread."""
 
-    def __init__(self, functions: Mapping[Kind, Function], device: torch.device) -> None:
+    def __init__(
+        self, functions: Mapping[Kind, Function], device: torch.device, *, device_bytes: Callable[[], int]
+    ) -> None:
         self.functions = functions
         self.device = device
+        self.device_bytes = device_bytes
         self.streams = {
             Resource.COMPUTE: torch.cuda.Stream(device, priority=-1),
             Resource.H2D: torch.cuda.Stream(device),
@@ -148,6 +165,8 @@ class StreamRunner:
             self.functions[operation.kind](operation)
             launched.end = torch.cuda.Event(enable_timing=record, blocking=True)
             launched.end.record(stream)
+        if record:
+            launched.device_bytes = self.device_bytes()
         return launched
 
     def _find(self, wait: Wait) -> _Launched | None:
@@ -187,6 +206,15 @@ class StreamRunner:
             else:
                 times[name] = (launched.seconds[0] - clock, launched.seconds[1] - clock)
         return spans_with_causes([item.operation for item in self._recorded.values()], times)
+
+    def memory(self) -> list[MemoryPoint]:
+        """Bytes of device buffers after each compute operation of the last recorded program."""
+        ends = {span.name: span.end for span in self.spans()}
+        return [
+            MemoryPoint(ends[name], launched.device_bytes)
+            for name, launched in self._recorded.items()
+            if launched.operation.resource is Resource.COMPUTE
+        ]
 
     def close(self) -> None:
         """End the worker thread."""

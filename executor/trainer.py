@@ -19,7 +19,7 @@ from simulator.build import build
 from simulator.check import check
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
-from simulator.timeline import Span
+from simulator.timeline import MemoryPoint, Timeline
 
 # Threads that launch work and feed the GPU must never wait for a core that the host optimizer holds.
 RESERVED_CORES = 2
@@ -70,9 +70,11 @@ class Trainer:
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores - RESERVED_CORES) if device.type == "cuda" else cores
         self.operations = Operations(model, policy, self.memory, self.templates, optimization, host_threads=threads)
-        functions = self.operations.functions()
+        functions, device_bytes = self.operations.functions(), self.memory.device_bytes
         self.runner: Runner = (
-            StreamRunner(functions, device) if device.type == "cuda" else InlineRunner(functions, device)
+            StreamRunner(functions, device, device_bytes=device_bytes)
+            if device.type == "cuda"
+            else InlineRunner(functions, device, device_bytes=device_bytes)
         )
         self.steps_done = 0
         self.pending = False  # whether a step was launched since the last drain
@@ -137,9 +139,16 @@ class Trainer:
         """Steps whose update was applied: fewer than `steps_done` where gradients were not finite. Drains."""
         return int(min(count.item() for count in self.operations.counts.values()))
 
-    def spans(self) -> list[Span]:
-        """Spans of the last recorded step. Call after `drain`."""
-        return self.runner.spans()
+    def timeline(self, step_seconds: float) -> Timeline:
+        """The last recorded step as it ran. Call after `drain`; `step_seconds` is the step's measured period."""
+        host = sum(b.num_bytes for b in self.program.buffers.values() if b.persistent and b.tier == "host")
+        device = self.runner.memory()
+        return Timeline(
+            step_seconds,
+            tuple(self.runner.spans()),
+            {"device": tuple(device), "host": (MemoryPoint(0.0, host),)},
+            {"device": max(point.num_bytes for point in device), "host": host},
+        )
 
     def close(self) -> None:
         """End threads and give memory back."""
