@@ -1,0 +1,200 @@
+"""On CUDA: streams give what inline execution gives, policies give the same bits, steps follow plain torch."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from executor.data.dataset import Batch
+from executor.runner import InlineRunner
+from executor.trainer import Trainer
+from simulator.model import model_spec
+from simulator.policy import Policy, SaveLevel, Workload, uniform_policy
+from simulator.program import Operation, Resource
+from tests.tiny import make_trainer, random_weights, run_steps, state_bits, tiny_config
+
+pytestmark = pytest.mark.gpu
+
+ROWS, SEQUENCE = 6, 256
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("pytest -m gpu needs a CUDA device")
+
+
+def gpu_config(*, tied: bool = False) -> dict[str, Any]:
+    return {
+        **tiny_config(tied=tied),
+        "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 1024, "initializer_range": 0.02,
+    }  # fmt: skip
+
+
+def gpu_workload(**changes: object) -> Workload:
+    settings = {"sequence_length": SEQUENCE, "tokens_per_step": ROWS * SEQUENCE, "precision": "bf16", **changes}
+    return Workload.model_validate(settings)
+
+
+def gpu_batches(num_steps: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for _ in range(num_steps):
+        stream = torch.randint(0, 4096, (ROWS, SEQUENCE + 1), generator=generator)
+        labels = stream[:, 1:].clone()
+        labels[1, SEQUENCE // 2 :] = -100
+        batches.append(Batch(stream[:, :-1].contiguous(), labels, int((labels != -100).sum()), labels.numel()))
+    return batches
+
+
+def policies(config: dict[str, Any], workload: Workload, level: SaveLevel) -> dict[str, Policy]:
+    """Homes, groupings, depths and slabs differ; the save level does not."""
+    model = model_spec(config)
+
+    def uniform(**choices: object) -> Policy:
+        settings = {
+            "micro_batch_rows": 1, "groups": (1,) * ROWS, "head_chunk_tokens": 128, "save_level": level, **choices,
+        }  # fmt: skip
+        return uniform_policy(model, workload, **settings)  # type: ignore[arg-type]
+
+    return {
+        "all in HBM": uniform(),
+        "one group": uniform(groups=(ROWS,)),
+        "streamed": uniform(groups=(ROWS,), weights="host", optimizer="host"),
+        "streamed, batch-major, deep": uniform(weights="host", optimizer="host", prefetch_depth=2, gradient_slabs=3),
+        "resident weights, host optimizer": uniform(groups=(3, 1, 1, 1), optimizer="host"),
+        "mixed": uniform(groups=(4, 2)).model_copy(
+            update={
+                "weight_homes": ("device", "device", "device", "host", "host", "device"),
+                "optimizer_homes": ("device", "device", "host", "host", "host", "device"),
+                "gradient_homes": ("device", "device", "host", "host", "host", "device"),
+            }
+        ),
+    }
+
+
+def run_bits(trainer: Trainer, batches: list[Batch]) -> tuple[list[tuple[float, float]], list[torch.Tensor]]:
+    results = run_steps(trainer, batches)
+    bits = ([(result.loss, result.gradient_norm) for result in results], state_bits(trainer))
+    trainer.close()
+    return bits
+
+
+def assert_same(found: Any, expected: Any, title: str) -> None:
+    assert found[0] == expected[0], title
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), title
+
+
+@pytest.mark.parametrize(
+    ("gradient_format", "clipping", "compiled", "level"),
+    [
+        ("bf16", "global", False, "keep"),
+        ("fp32", "global", False, "input"),
+        ("bf16", "layerwise", False, "input"),
+        ("bf16", "global", True, "keep"),
+        ("bf16", "global", True, "budget_50"),
+    ],
+)
+def test_policies_give_the_same_bits(gradient_format: str, clipping: str, compiled: bool, level: SaveLevel) -> None:
+    config = gpu_config(tied=clipping == "layerwise")
+    workload = gpu_workload(gradient_format=gradient_format, clipping=clipping, compiled=compiled)
+    weights, batches = random_weights(config, torch.float32), gpu_batches(3)
+    expected = None
+    for title, policy in policies(config, workload, level).items():
+        if config["tie_word_embeddings"] and title == "mixed":
+            continue
+        found = run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches)
+        expected = expected or found
+        assert_same(found, expected, title)
+
+
+def test_streams_with_random_sleeps_equal_inline_execution() -> None:
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
+    weights, batches = random_weights(config, torch.float32), gpu_batches(3)
+    policy = policies(config, workload, "input")["mixed"]
+    inline = make_trainer(config, workload, policy, weights, device="cuda")
+    inline.runner.close()
+    inline.runner = InlineRunner(inline.operations.functions(), inline.device, device_bytes=lambda: 0)
+    expected = run_bits(inline, batches)
+    for seed in range(12):
+        trainer = make_trainer(config, workload, policy, weights, device="cuda")
+        chance = random.Random(seed)
+
+        def delayed(function: Callable[[Operation], None], chance: random.Random = chance) -> Callable[..., None]:
+            def run(operation: Operation) -> None:
+                on_host = operation.resource is Resource.HOST
+                if chance.random() < 0.5:
+                    time.sleep(chance.random() * 2e-3) if on_host else torch.cuda._sleep(int(chance.random() * 4e6))
+                function(operation)
+                if chance.random() < 0.5 and not on_host:
+                    torch.cuda._sleep(int(chance.random() * 4e6))
+
+            return run
+
+        slow = {kind: delayed(function) for kind, function in trainer.operations.functions().items()}
+        trainer.runner.functions = slow  # type: ignore[attr-defined]
+        trainer.runner.worker.functions = slow  # type: ignore[union-attr]
+        assert_same(run_bits(trainer, batches), expected, f"seed {seed}")
+
+
+def test_a_failing_host_update_ends_the_run_with_its_own_error() -> None:
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
+    policy = policies(config, workload, "input")["streamed"]
+    trainer = make_trainer(config, workload, policy, random_weights(config, torch.float32), device="cuda")
+    original = trainer.operations.update
+
+    def fails(operation: Operation) -> None:
+        if operation.block == 2:
+            raise ArithmeticError("the update of block 2 failed")
+        original(operation)
+
+    functions = {**trainer.operations.functions()}
+    functions[next(kind for kind in functions if kind == "update")] = fails
+    trainer.runner.worker.functions = functions  # type: ignore[union-attr]
+    with pytest.raises(ArithmeticError, match="block 2"):
+        run_steps(trainer, gpu_batches(4))
+    trainer.close()
+
+
+def test_streamed_step_follows_plain_torch_in_fp32() -> None:
+    from tests.plain_trainer import plain_train
+    from tests.tiny import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, master_weights
+
+    config, workload = gpu_config(), gpu_workload(precision="fp32")
+    weights, batches = random_weights(config, torch.float32), gpu_batches(3)
+    policy = policies(config, workload, "input")["streamed"]
+    plain = plain_train(
+        config, weights, [(b.tokens, b.labels) for b in batches], micro_batch_rows=1, learning_rate=LEARNING_RATE,
+        betas=BETAS, epsilon=EPSILON, weight_decay=WEIGHT_DECAY, max_grad_norm=0.5, dtype=torch.float32,
+    )  # fmt: skip
+    trainer = make_trainer(config, workload, policy, weights, device="cuda")
+    results = run_steps(trainer, batches)
+    streamed = master_weights(trainer)
+    trainer.close()
+    for step, result in enumerate(results):
+        assert result.loss == pytest.approx(plain.losses[step], rel=2e-5)
+        assert result.gradient_norm == pytest.approx(plain.norms[step], rel=2e-4)
+    differences = torch.cat([(streamed[name] - weight).flatten() for name, weight in plain.weights.items()])
+    everything = torch.cat([weight.flatten() for weight in plain.weights.values()])
+    # AdamW moves by the sign of a tiny gradient: a few elements may go the other way by two steps of 3e-3.
+    assert differences.norm() <= 1e-3 * everything.norm()
+
+
+def test_reserved_memory_does_not_grow_after_the_first_steps() -> None:
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
+    policy = policies(config, workload, "input")["streamed, batch-major, deep"]
+    trainer = make_trainer(config, workload, policy, random_weights(config, torch.float32), device="cuda")
+    batches = gpu_batches(1)
+    for _ in range(5):
+        trainer.step(batches[0])
+    trainer.drain()
+    reserved = torch.cuda.memory_reserved()
+    for _ in range(50):
+        trainer.step(batches[0])
+    trainer.drain()
+    assert torch.cuda.memory_reserved() == reserved
+    trainer.close()
