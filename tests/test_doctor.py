@@ -1,13 +1,11 @@
 """What doctor finds, on this machine and on machines that lack something."""
 
-import io
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from analysis import commands, doctor
 from analysis.doctor import Check
@@ -105,11 +103,16 @@ def test_without_a_compiler_there_is_a_warning(tmp_path: Path, monkeypatch: pyte
     assert doctor.check_compiler()[1:3] == ("none", "warning")
 
 
-def test_the_table_shows_text_as_it_is_and_counts() -> None:
-    written = io.StringIO()
-    checks = [Check("one", "at [bold]x[/bold]"), Check("two", "missing", "blocker", "install it")]
-    doctor.print_checks(checks, Console(file=written, width=100))
-    lines = written.getvalue().splitlines()
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_the_report_shows_text_as_it_is_and_counts(
+    with_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    doctor.print_checks(
+        [Check("one", "at [bold]x[/bold]"), Check("two", "missing", "blocker", "install it")], width=100
+    )
+    lines = capsys.readouterr().out.splitlines()
     assert any("at [bold]x[/bold]" in line and "ok" in line for line in lines)
     assert any("two" in line and "blocker" in line and "install it" in line for line in lines)
     assert lines[-1] == "1 blockers, 0 warnings"
