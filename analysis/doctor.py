@@ -13,10 +13,6 @@ import tomllib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from analysis.shadow import DISTRIBUTION, shadowed_packages
 from simulator.native_output import silent_native_stdout
 from simulator.system import free_disk_bytes, host_memory_available_bytes, host_memory_limit_bytes, package_versions
@@ -53,9 +49,23 @@ def check_machine() -> list[Check]:
     ]
 
 
-def print_checks(checks: list[Check], console: Console | None = None) -> None:
-    """A table on standard output (or `console`), and a closing line that counts what is wrong."""
-    console = console or Console()
+def print_checks(checks: list[Check], *, width: int | None = None) -> None:
+    """A table on standard output, `width` characters wide (None: the terminal's), and a line that counts."""
+    try:
+        _print_table(checks, width=width)
+    except ModuleNotFoundError:  # rich is one of the packages that may be missing
+        for check in checks:
+            print(": ".join(filter(None, (check.subject, check.found, check.verdict, check.advice))))
+    num_blockers = sum(check.verdict == "blocker" for check in checks)
+    num_warnings = sum(check.verdict == "warning" for check in checks)
+    print(f"{num_blockers} blockers, {num_warnings} warnings")
+
+
+def _print_table(checks: list[Check], *, width: int | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for title in ("", "found", "", "what to do"):
         table.add_column(title, overflow="fold")
@@ -63,10 +73,7 @@ def print_checks(checks: list[Check], console: Console | None = None) -> None:
     for check in checks:
         verdict = f"[{colours[check.verdict]}]{check.verdict}[/]"
         table.add_row(check.subject, escape(check.found), verdict, escape(check.advice))
-    console.print(table)
-    num_blockers = sum(check.verdict == "blocker" for check in checks)
-    num_warnings = sum(check.verdict == "warning" for check in checks)
-    console.print(f"{num_blockers} blockers, {num_warnings} warnings")
+    Console(width=width).print(table)
 
 
 def check_python(version: tuple[int, ...]) -> Check:
