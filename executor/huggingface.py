@@ -45,6 +45,7 @@ COPIED_FILES = (
 )
 # Buffers that old checkpoints carry; transformers computes them and ignores these too.
 _IGNORED = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attn.bias")
+_PICKLED = ("pytorch_model*.bin*", "*.pth")
 _SOURCE_DTYPES = ("BF16", "F16", "F32", "F64")
 _RANDOM_PIECE = 2**20  # elements with a generator of their own
 
@@ -76,7 +77,7 @@ def state_sink(states: Sequence[BlockState]) -> Sink:
 def has_weights(path: Path | str) -> bool:
     """Whether a model path is a folder with weights of any format; a config.json alone is not."""
     path = Path(path)
-    return path.is_dir() and any(any(path.glob(pattern)) for pattern in ("*.safetensors*", "*.bin*", "*.pth", "*.gguf"))
+    return path.is_dir() and any(any(path.glob(pattern)) for pattern in ("*.safetensors*", *_PICKLED, "*.gguf"))
 
 
 def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
@@ -128,7 +129,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         return read_header(folder / WEIGHTS_NAME)
     index_path = folder / INDEX_NAME
     if not index_path.exists():
-        if any(folder.glob("*.bin*")) or any(folder.glob("*.pth")):
+        if any(any(folder.glob(pattern)) for pattern in _PICKLED):
             raise InputError(
                 f"{folder}: holds pickled weights (.bin) only, which are not read; load the folder with transformers "
                 "and save_pretrained it once: that writes safetensors"
@@ -223,8 +224,9 @@ def export(
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads: the weights the run computes with.
 
     bf16 runs write bf16 (the high planes), fp32 runs fp32. Tied weights are written once. Tokenizer and generation
-    files come from the folder `source`, or from `save_tokenizer`, which gets the folder to write in. The folder
-    appears whole or not at all; one that an earlier export wrote is replaced, any other must be empty.
+    files are copied from the folder `source`, unless the run used another tokenizer: `save_tokenizer` then writes it
+    into the folder it is given. The folder appears whole or not at all; one that an earlier export wrote is replaced,
+    any other must be empty.
 
     Raises InputError when the folder is in use, ConveyorError when the disk is too small.
     """
@@ -236,12 +238,12 @@ def export(
     precision = states[0].precision
     require_free_disk(folder, export_bytes(model, precision) + GIB // 64, what="the exported model")
     with appearing_folder(folder) as partial:
-        if source is not None:
+        if save_tokenizer is not None:
+            save_tokenizer(partial)
+        elif source is not None:
             for name in COPIED_FILES:
                 if (Path(source) / name).is_file():
                     shutil.copyfile(Path(source) / name, partial / name)
-        if save_tokenizer is not None:
-            save_tokenizer(partial)
         (partial / "config.json").write_text(json.dumps(_exported_config(model, config, precision), indent=2) + "\n")
         _write_shards(partial, model, states, max_shard_bytes)
     return folder

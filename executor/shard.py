@@ -21,7 +21,7 @@ import torch
 
 from simulator.errors import InputError
 
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 8 * 2**20
 
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,

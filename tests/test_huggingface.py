@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import logits, save_pretrained, tiny_config, tiny_spec, transformers_model, zero_states
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from executor.huggingface import export, has_weights, initialise, load_weights, state_sink
 from executor.planes import merge_planes
 from executor.store import tensor_view
+from executor.tokenizer import ByteTokenizer
 from simulator.errors import InputError
 from simulator.model import model_spec
 
@@ -171,7 +172,9 @@ def test_lm_head_of_a_tied_model_is_ignored(tmp_path):
 def test_folders_without_safetensors_are_refused(tmp_path):
     model = tiny_spec()
     assert "has no weights" in refusal(tmp_path, model)
+    (tmp_path / "training_args.bin").touch()
     assert not has_weights(tmp_path)
+    assert "is a file" in refusal(tmp_path / "training_args.bin", model)
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert "save_pretrained" in refusal(tmp_path, model)
     assert has_weights(tmp_path)
@@ -297,6 +300,12 @@ def test_export_carries_the_tokenizer_and_replaces_only_exports(tmp_path):
     names = {path.name for path in out.iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+    # A run on bytes brings its own tokenizer: the source's would give other ids.
+    export(out, **choices, save_tokenizer=ByteTokenizer(301).save)
+    assert AutoTokenizer.from_pretrained(out)("hi")["input_ids"] == [*b"hi"]
+    assert not (out / "generation_config.json").exists()
+    export(out, **choices)
 
     (out / "thesis.tex").write_text("years of work")
     with pytest.raises(InputError, match="holds other files"):
