@@ -61,6 +61,8 @@ def probe(
     device_memory = measure_device_memory(bench)
     rates = measure_link_and_dram(bench)
     launch = measure_launch(bench)
+    if cuda:
+        torch.cuda.empty_cache()  # a caller that goes on gets the device back
     profile = HardwareProfile(
         name=name or _machine_name(device, host),
         device=device,

@@ -89,7 +89,9 @@ def measure_attention(bench: Bench) -> tuple[AttentionPoint, ...]:
             if rates is None:
                 continue
             forward, backward = rates
-            bench.report(f"{label}: {format_value(forward, 'FLOP/s')}, backward {format_value(backward, 'FLOP/s')}")
+            bench.report(
+                f"{label}: forward {format_value(forward, 'FLOP/s')}, backward {format_value(backward, 'FLOP/s')}"
+            )
             points.append(
                 AttentionPoint(
                     precision=precision,
