@@ -5,6 +5,7 @@ fp64). One template serves all blocks of a kind, through torch.func.functional_c
 padding has no labels, so causal attention needs no mask: no position that counts sees padding.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,10 @@ def use_deterministic_kernels() -> None:
     """Make every kernel of this process repeat itself bit for bit; call once, before the first CUDA operation.
 
     On CUDA this selects attention's backward without atomics (the plain one sums its query gradient in any order) and
-    refuses operations that cannot repeat themselves. cuBLAS asks for the environment variable
-    CUBLAS_WORKSPACE_CONFIG=:4096:8 beside it.
+    refuses operations that cannot repeat themselves, among them matrix products with another workspace than cuBLAS's
+    documented one, which is what torch gives it on Hopper anyway.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory guards against reads of uninitialised elements, at the cost of a pass over every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -121,8 +121,11 @@ class SavedLayer:
         return grad_hidden, gradients
 
     def kept_bytes(self) -> int:
-        """Bytes this object keeps alive: distinct storages without weights and rotary tables, the input included."""
-        kept = [] if self._tensors is None else self._tensors.tensors()
-        if self.hidden is not None:
-            kept.append(self.hidden)
-        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
+        """Bytes this object keeps alive: its input, and each storage once; no weights, no rotary tables."""
+        hidden, tensors = self.hidden, [] if self._tensors is None else self._tensors.tensors()
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        if hidden is None:
+            return sum(storages.values())
+        # The input may be a part of a larger buffer of the caller's.
+        storages.pop(hidden.untyped_storage().data_ptr(), None)
+        return hidden.numel() * hidden.element_size() + sum(storages.values())

@@ -1,6 +1,7 @@
 """Layer templates against transformers' whole model, and what saving and rebinding may and may not change."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -17,7 +18,7 @@ from tiny_models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.head import HeadTemplate
-from executor.layer import LayerTemplates, tensor_views, zero_padding
+from executor.layer import LayerTemplates, tensor_views, use_deterministic_kernels, zero_padding
 from simulator.errors import InputError, ProgramError, UnsupportedChoice
 from simulator.model import model_spec
 
@@ -194,6 +195,8 @@ def test_kept_bytes_count_each_storage_once_and_no_weights():
     wide = torch.cat([hidden, hidden])
     assert templates.forward(1, flat, wide, "keep")[1].kept_bytes() == 2 * kept
     assert output.grad_fn is None
+    # A layer input inside a larger buffer counts as itself.
+    assert templates.forward(1, flat, wide[:2], "keep")[1].kept_bytes() == kept
 
 
 def test_embedding_gradient_equals_a_loop_over_tokens(monkeypatch):
@@ -315,6 +318,21 @@ def test_hot_functions_never_wait_for_the_device():
         templates.embed_backward(tokens, grad_output, accumulator, first=True)
     assert "aten::mm" in operations.names
     assert not operations.names & WAITING_OPERATIONS
+
+
+def test_deterministic_kernels_are_demanded_and_not_only_preferred(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
 def test_unchecked_index_put_adds_in_order():

@@ -1,7 +1,5 @@
 """Layers and head on CUDA: compiled save levels, moving weights, repeatability, no waits for the device."""
 
-import os
-
 import pytest
 import torch
 from tiny_models import random_batch, random_blocks, tiny_config
@@ -10,8 +8,6 @@ from executor.head import HeadTemplate
 from executor.layer import LayerTemplates, tensor_views, use_deterministic_kernels
 from simulator.model import model_spec
 from simulator.policy import SAVE_LEVELS
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
     pytest.mark.gpu,
