@@ -25,7 +25,7 @@ def timeline(num_layers: int = 4, *, layer_seconds: float = 0.1) -> Timeline:
     """
     spans, clock = [], 0.0
     for block in range(1, num_layers + 1):
-        spans.append(span("load_weights", "h2d", block, clock, clock + 0.8 * layer_seconds))
+        spans.append(span("load_weights", "h2d", block, clock, clock + 0.5 * layer_seconds))
         spans.append(span("forward", "compute", block, clock, clock + layer_seconds))
         clock += layer_seconds
     spans.append(span("loss", "compute", num_layers + 1, clock, clock + layer_seconds))
