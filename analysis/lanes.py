@@ -5,7 +5,8 @@ what reaches over the step's edge (a host update, a batch loaded ahead) goes on 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 from matplotlib.axes import Axes
 
@@ -38,7 +39,7 @@ LANES = {
 }
 TIERS = {"device": "Device memory", "host": "Host memory", "nvme": "NVMe"}
 
-# Spans narrower than this share of a step get no outline of their own: outlines would be all one sees.
+# Operations narrower than this share of a step get no outline of their own: outlines would be all one sees.
 _OUTLINED_SHARE = 0.004
 # What is shorter than this share of a step would be less than half a pixel: bars are drawn this wide, gaps closed.
 _SEEN_SHARE = 0.0004
@@ -52,13 +53,14 @@ def timelines(run: Run) -> Drawing:
     spans = [span for timeline in present.values() for span in timeline.spans]
     resources = _ordered({span.resource for span in spans}, LANES)
     kinds = looks({span.kind for span in spans}, KINDS)
+    outlined = _outlined(present.values(), kinds)
     end = max(timeline.step_seconds for timeline in present.values())
     unit, scale = time_unit(end)
     with settings():
         figure = new_figure(1.1 + (0.25 + 0.3 * len(resources)) * len(present))
         axes = figure.subplots(len(present), 1, sharex=True, squeeze=False)[:, 0]
         for axis, (title, timeline) in zip(axes, present.items(), strict=True):
-            _draw_lanes(axis, timeline, resources, kinds, scale, rasterized=len(spans) > _MAX_SHAPES)
+            _draw_lanes(axis, timeline, resources, kinds, outlined, scale, rasterized=len(spans) > _MAX_SHAPES)
             axis.set_title(f"{title}: {format_duration(timeline.step_seconds)} a step")
             axis.set_xlim(0, end * scale)
         axes[-1].set_xlabel(f"time since the step began ({unit})")
@@ -145,20 +147,25 @@ def _pieces(start: float, end: float, period: float) -> Iterator[tuple[float, fl
         yield 0.0, duration - inside
 
 
-def _merged(pieces: Sequence[tuple[float, float]], *, narrow: float, gap: float) -> Iterator[tuple[float, float, bool]]:
-    """(start, duration, whether wide enough for an outline) of bars: narrow neighbours that touch become one bar."""
-    start = end = None
-    for at, duration in sorted(pieces):
-        if duration >= narrow:
-            yield at, duration, True
-        elif start is not None and end is not None and at - end <= gap:
-            end = max(end, at + duration)
+def _merged(pieces: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """(start, duration) of bars: neighbours no further apart than `gap` become one."""
+    bars: list[tuple[float, float]] = []
+    for start, duration in sorted(pieces):
+        if bars and start - sum(bars[-1]) <= gap:
+            first = bars[-1][0]
+            bars[-1] = (first, max(sum(bars[-1]), start + duration) - first)
         else:
-            if start is not None and end is not None:
-                yield start, end - start, False
-            start, end = at, at + duration
-    if start is not None and end is not None:
-        yield start, end - start, False
+            bars.append((start, duration))
+    return bars
+
+
+def _outlined(timelines_drawn: Iterable[Timeline], kinds: Mapping[str, Look]) -> set[Look]:
+    """Looks whose operations are wide enough, in the median of both timelines, to be outlined one by one."""
+    shares: dict[Look, list[float]] = {}
+    for timeline in timelines_drawn:
+        for span in timeline.spans:
+            shares.setdefault(kinds[span.kind], []).append((span.end - span.start) / timeline.step_seconds)
+    return {look for look, found in shares.items() if median(found) >= _OUTLINED_SHARE}
 
 
 def _draw_lanes(
@@ -166,6 +173,7 @@ def _draw_lanes(
     timeline: Timeline,
     resources: Sequence[str],
     kinds: Mapping[str, Look],
+    outlined: Collection[Look],
     scale: float,
     *,
     rasterized: bool,
@@ -179,15 +187,13 @@ def _draw_lanes(
         axis.broken_barh([(0, period * scale)], (lane - 0.4, 0.8), facecolors=LANE_GREY, zorder=1)
     for (lane, look), spans in groups.items():
         pieces = [p for span in spans for p in _pieces(span.start - origin, span.end - origin, period)]
-        bars = list(_merged(pieces, narrow=_OUTLINED_SHARE * period, gap=_SEEN_SHARE * period))
-        wide = [outlined for _, _, outlined in bars]
-        edge = edge_colour(look) if look.hatch else "#FFFFFF"
+        bars = pieces if look in outlined else _merged(pieces, _SEEN_SHARE * period)
         axis.broken_barh(
-            [(start * scale, max(duration, _SEEN_SHARE * period) * scale) for start, duration, _ in bars],
+            [(start * scale, max(duration, _SEEN_SHARE * period) * scale) for start, duration in bars],
             (lane - 0.4, 0.8),
             facecolors=look.colour,
-            edgecolors=[edge if outlined else look.colour for outlined in wide],
-            linewidths=[0.4 if outlined else 0.0 for outlined in wide],
+            edgecolors=edge_colour(look) if look.hatch else "#FFFFFF",
+            linewidths=0.4 if look in outlined else 0.0,
             hatch=look.hatch or None,
             rasterized=rasterized,
             snap=False,  # snapped to whole pixels, the narrowest would vanish

@@ -171,7 +171,7 @@ def deviations(run: Run, count: int = 6) -> pandas.DataFrame:
             "predicted": format_duration(predicted),
             "measured": format_duration(measured),
             "difference": _signed_seconds(measured - predicted),
-            "of the step": format_error((measured - predicted) / step),
+            "of step": format_error((measured - predicted) / step),
         }
         for kind, predicted, measured in largest_deviations(run.predicted, run.measured, count)
     )

@@ -10,9 +10,11 @@ from pathlib import Path
 
 PACKAGES = ("simulator", "planner", "executor", "analysis")
 
-# What building and running leave beside the sources; .gitignore names the same.
-_IGNORED_NAMES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".DS_Store"})
-_IGNORED_SUFFIXES = (".pyc", ".so", ".o", ".tmp", ".swp", "~", ".egg-info")
+# What running, building and editing leave beside the sources, and nobody commits.
+_IGNORED_FOLDERS = frozenset(
+    {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".venv", "build", "dist", "runs"}
+)
+_IGNORED_SUFFIXES = (".pyc", ".so", ".o", ".tmp", ".swp", "~", ".egg-info", ".DS_Store")
 
 
 def source_tree(root: Path | None = None) -> dict[str, str]:
@@ -27,7 +29,7 @@ def source_tree(root: Path | None = None) -> dict[str, str]:
 def _tree(folder: Path) -> bytes:
     entries: list[tuple[bytes, bytes]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name in _IGNORED_NAMES or path.name.endswith(_IGNORED_SUFFIXES):
+        if path.name.endswith(_IGNORED_SUFFIXES) or (path.name in _IGNORED_FOLDERS and path.is_dir()):
             continue
         name = os.fsencode(path.name)
         if path.is_symlink():

@@ -48,9 +48,11 @@ def test_source_tree_equals_git_for_every_kind_of_entry(tmp_path):
     os.symlink("a/deep/x.json", simulator / "link")
     (simulator / "empty").mkdir()
     (simulator / "empty_file").touch()
-    (simulator / "__pycache__").mkdir()
-    (simulator / "__pycache__" / "x.cpython-311.pyc").write_bytes(b"1")
-    (tmp_path / ".gitignore").write_text("__pycache__/\n")
+    for folder in ("__pycache__", ".mypy_cache", "build", "runs"):
+        (simulator / "a" / folder).mkdir()
+        (simulator / "a" / folder / "x").write_bytes(b"1")
+    (simulator / "build.py").write_text("a file, not a folder of products")
+    shutil.copy(ROOT / ".gitignore", tmp_path)
     assert source_tree(tmp_path) == git_trees(tmp_path)
 
 
