@@ -97,9 +97,11 @@ def test_page_can_stand_on_a_phone_and_be_read_aloud(two_runs):
 
 def test_ids_are_unique_and_every_reference_has_its_target(two_runs):
     _, text = two_runs
-    ids = Page(text).ids()
+    page = Page(text)
+    ids = page.ids()
     assert len(ids) == len(set(ids))
     assert {"run-1", "run-2"} <= set(ids)
+    assert [a["href"] for tag, a in page.tags if tag == "a"] == ["#run-1", "#run-2"]  # each case leads to its section
     assert set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text)) <= set(ids)
 
 
