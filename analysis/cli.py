@@ -26,11 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        if hasattr(commands, command.name):
-            subparser = subparsers.add_parser(
-                command.name, help=command.summary, description=f"{command.summary.capitalize()}.", allow_abbrev=False
-            )
-            command.add_options(subparser)
+        subparser = subparsers.add_parser(
+            command.name, help=command.summary, description=f"{command.summary.capitalize()}.", allow_abbrev=False
+        )
+        command.add_options(subparser)
     return parser
 
 
