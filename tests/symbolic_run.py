@@ -5,13 +5,14 @@ operations in equal order. `plain_training` knows no policy; `run` knows nothing
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from simulator.model import ModelSpec
-from simulator.program import Kind, Operation, Program, Role, StepProgram
+from simulator.program import Kind, Operation, Role, StepProgram
 
 Value = int
+Variant = Literal["first", "steady", "drain"]
 TORN = -1  # a buffer that is being written, or a value computed from one
 
 
@@ -78,6 +79,11 @@ class Machine:
             tier = "host" if f"host.state.{block}" in self.buffers else "device"
             found[block] = self.buffers[f"{tier}.weights.{block}"]
         return found
+
+    def resident_weights(self) -> dict[int, Value]:
+        """The weights in HBM, of the blocks that are resident."""
+        names = {f"device.weights.{block}": block for block in range(self.model.num_blocks)}
+        return {block: self.buffers[name] for name, block in names.items() if name in self.buffers}
 
     def inputs(self, operation: Operation) -> dict[str, Value]:
         """Values by content name, from the buffers that the operation names. A missing one is torn."""
@@ -163,31 +169,29 @@ def _added(operation: Operation, given: dict[str, Value], name: str, share: Valu
     return symbol("add", given[name], share) if name in given else TORN
 
 
-def unrolled(step_program: StepProgram, num_steps: int) -> Iterator[Program]:
-    yield step_program.first
-    for _ in range(num_steps - 1):
-        yield step_program.steady
-    yield step_program.drain
-
-
-def run_in_order(model: ModelSpec, step_program: StepProgram, num_steps: int) -> Machine:
-    """One operation after another, as the program lists them."""
-    machine = Machine(model, step_program)
-    for step, program in enumerate(unrolled(step_program, num_steps)):
-        for operation in program:
+def run_in_order(model: ModelSpec, step_program: StepProgram, variants: Sequence[Variant]) -> Machine:
+    """One operation after another, as the programs list them."""
+    machine, step = Machine(model, step_program), -1
+    for variant in variants:
+        step += variant != "drain"
+        for operation in getattr(step_program, variant):
             machine.end(operation, machine.start(operation), step)
     return machine
 
 
-def run_shuffled(model: ModelSpec, step_program: StepProgram, num_steps: int, draw: random.Random) -> Machine:
+def run_shuffled(
+    model: ModelSpec, step_program: StepProgram, variants: Sequence[Variant], draw: random.Random
+) -> Machine:
     """Operations start and end in a random order that keeps to FIFO resources and waits, and to nothing else."""
     machine = Machine(model, step_program)
-    queues: dict[str, list[tuple[Operation, int]]] = {}
+    queues: dict[str, list[tuple[Operation, int, int]]] = {}
     known: set[tuple[str, int]] = set()
-    for step, program in enumerate(unrolled(step_program, num_steps)):
-        for operation in program:
-            queues.setdefault(operation.resource, []).append((operation, step))
-            known.add((operation.name, step))
+    step = -1
+    for place, variant in enumerate(variants):
+        step += variant != "drain"
+        for operation in getattr(step_program, variant):
+            queues.setdefault(operation.resource, []).append((operation, place, step))
+            known.add((operation.name, place))
     finished: set[tuple[str, int]] = set()
     running: dict[str, dict[str, Value]] = {}
     # A favoured resource runs as far ahead as it can: races show where one stream outruns another.
@@ -195,17 +199,17 @@ def run_shuffled(model: ModelSpec, step_program: StepProgram, num_steps: int, dr
     while queues:
         able = []
         for resource, queue in queues.items():
-            operation, step = queue[0]
-            awaited = [(wait.operation, step + wait.step_offset) for wait in operation.waits]
+            operation, place, _ = queue[0]
+            awaited = [(wait.operation, place + wait.step_offset) for wait in operation.waits]
             if resource in running or all(item in finished or item not in known for item in awaited):
                 able.append(resource)
         resource = draw.choices(able, [eager[item] + 1e-6 for item in able])[0]
-        operation, step = queues[resource][0]
+        operation, place, step = queues[resource][0]
         if resource not in running:
             running[resource] = machine.start(operation)
             continue
         machine.end(operation, running.pop(resource), step)
-        finished.add((operation.name, step))
+        finished.add((operation.name, place))
         queues[resource].pop(0)
         if not queues[resource]:
             del queues[resource]
