@@ -74,7 +74,7 @@ BREAKDOWN: dict[str, Look] = {
     "update": Look(VERMILLION, "\\\\\\\\"),
     "waiting for weights": Look("#FFFFFF", "////"),
     "waiting for updates": Look("#FFFFFF", "\\\\\\\\"),
-    "waiting for gradient slabs": Look("#FFFFFF", "xxxx"),
+    "waiting for gradients": Look("#FFFFFF", "xxxx"),
     "waiting for data": Look("#FFFFFF", "----"),
     "waiting for other operations": Look("#FFFFFF", "++++"),
     "launch gaps": Look("#FFFFFF", "||||"),
