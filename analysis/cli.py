@@ -5,6 +5,7 @@ library is imported, so that --help is instant and works where torch does not.
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from simulator.errors import ConveyorError
 
+    # Read when torch is imported. Threads that spin at a barrier make a busy machine ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with interrupt_once():
             arguments = parse(sys.argv[1:] if argv is None else argv)
