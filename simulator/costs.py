@@ -123,6 +123,7 @@ class Pricing:
         self.tokens = policy.micro_batch_rows * workload.sequence_length
         self.origins: dict[str, str] = {}  # operation key -> measured | interpolated | roofline
         self._prices: dict[str, Price] = {}
+        self._kept_bytes: dict[str, int] = {}  # by operation key of the forward
 
     def price(self, operation: Operation) -> Price:
         key = operation_key(operation, self.model, self.workload, self.policy)
@@ -136,8 +137,11 @@ class Pricing:
             return buffer.num_bytes
         block = self.model.block(buffer.block)
         key = f"forward.{block.kind}.{block.variant}.{buffer.level}.{self._rows}"
-        measured = self._measured(key)
-        return measured.kept_bytes if measured is not None else self._roofline_kept_bytes(buffer.level)
+        if key not in self._kept_bytes:
+            measured = self._measured(key)
+            estimate = self._roofline_kept_bytes(buffer.level)
+            self._kept_bytes[key] = measured.kept_bytes if measured is not None else estimate
+        return self._kept_bytes[key]
 
     @cached_property
     def sharing(self) -> Sharing:

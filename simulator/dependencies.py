@@ -6,11 +6,10 @@ resource FIFO order says so already; between resources it takes a wait. Waits th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from simulator.program import Operation, Resource, Wait
 
-RESOURCES = tuple(Resource)
+COLUMNS = {resource: column for column, resource in enumerate(Resource)}
 
 
 def derive_waits(orders: Mapping[str, Sequence[Operation]]) -> dict[str, tuple[Operation, ...]]:
@@ -18,61 +17,77 @@ def derive_waits(orders: Mapping[str, Sequence[Operation]]) -> dict[str, tuple[O
 
     `steady` and `drain` may follow `first` or `steady`: their waits hold after either.
     """
-    found: dict[str, tuple[Operation, ...]] = {}
-    for variant, operations in orders.items():
-        befores = [[]] if variant == "first" else [orders["first"], orders["steady"]]
-        waits: list[set[Wait]] = [set() for _ in operations]
-        for before in befores:
-            for index, extra in enumerate(_waits_after(before, operations)):
-                waits[index] |= extra
-        found[variant] = tuple(
-            operation.with_waits(tuple(sorted(extra))) for operation, extra in zip(operations, waits, strict=True)
+    first, steady = _Steps(), _Steps()
+    waits = {"first": first.append(orders["first"])}
+    steady.append(orders["steady"])
+    for variant in ("steady", "drain"):
+        after_each = (first.copy().append(orders[variant]), steady.copy().append(orders[variant]))
+        waits[variant] = [one | other for one, other in zip(*after_each, strict=True)]
+    return {
+        variant: tuple(
+            operation.with_waits(tuple(sorted(found)))
+            for operation, found in zip(operations, waits[variant], strict=True)
         )
-    return found
+        for variant, operations in orders.items()
+    }
 
 
-@dataclass(slots=True)
-class _History:
-    """Who wrote a buffer last, and who has read it since: positions in the joined list of two steps."""
+class _Steps:
+    """Operations of one step, and then of a second one, as positions in one list; who touched each buffer last."""
 
-    writer: int = -1
-    readers: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.column: list[int] = []
+        # clocks[i][r]: the last position on resource r that is known to be finished when operation i starts.
+        self.clocks: list[list[int]] = []
+        self.last_on = [-1] * len(COLUMNS)
+        self.writer: dict[str, int] = {}
+        self.readers: dict[str, dict[int, int]] = {}  # since the last write; the last one on each resource
 
+    def copy(self) -> "_Steps":
+        other = _Steps()
+        other.names, other.column, other.clocks = self.names.copy(), self.column.copy(), self.clocks.copy()
+        other.last_on, other.writer = self.last_on.copy(), self.writer.copy()
+        other.readers = {buffer: readers.copy() for buffer, readers in self.readers.items()}
+        return other
 
-def _waits_after(before: Sequence[Operation], operations: Sequence[Operation]) -> list[set[Wait]]:
-    joined = [*before, *operations]
-    column = [RESOURCES.index(operation.resource) for operation in joined]
-    # clocks[i][r]: the last position on resource r that is known to be finished when operation i starts.
-    clocks: list[list[int]] = []
-    last_on: list[int] = [-1] * len(RESOURCES)
-    histories: dict[str, _History] = {}
-    waits: list[set[Wait]] = []
-    for position, operation in enumerate(joined):
+    def append(self, operations: Sequence[Operation]) -> list[set[Wait]]:
+        """What each operation waits for; what was there before is the step before."""
+        before = len(self.names)
+        waits = []
+        for operation in operations:
+            needed = self._append_one(operation)
+            waits.append({Wait(self.names[i], -1 if i < before else 0) for i in needed})
+        return waits
+
+    def _append_one(self, operation: Operation) -> list[int]:
+        column, clocks, writer, readers = self.column, self.clocks, self.writer, self.readers
+        position, own = len(self.names), COLUMNS[operation.resource]
+        previous = self.last_on[own]
+        clock = clocks[previous].copy() if previous >= 0 else [-1] * len(COLUMNS)
+        clock[own] = previous
         conflicts = set()
         for access in operation.reads:
-            conflicts.add(histories.setdefault(access.buffer, _History()).writer)
+            conflicts.add(writer.get(access.buffer, -1))
         for access in operation.writes:
-            history = histories.setdefault(access.buffer, _History())
-            conflicts |= {history.writer, *history.readers}
+            conflicts.add(writer.get(access.buffer, -1))
+            conflicts.update(readers.get(access.buffer, {}).values())
         conflicts.discard(-1)
 
-        own = column[position]
-        previous = last_on[own]
-        clock = list(clocks[previous]) if previous >= 0 else [-1] * len(RESOURCES)
-        clock[own] = previous
         needed = []
         for conflict in sorted(conflicts, reverse=True):  # the latest first: it may imply the others
             if clock[column[conflict]] >= conflict:
                 continue
             needed.append(conflict)
-            clock = [max(pair) for pair in zip(clock, clocks[conflict], strict=True)]
+            clock = [a if a > b else b for a, b in zip(clock, clocks[conflict], strict=True)]
             clock[column[conflict]] = max(clock[column[conflict]], conflict)
+        self.names.append(operation.name)
+        column.append(own)
         clocks.append(clock)
-        last_on[own] = position
+        self.last_on[own] = position
         for access in operation.reads:
-            histories[access.buffer].readers.append(position)
+            readers.setdefault(access.buffer, {})[own] = position
         for access in operation.writes:
-            histories[access.buffer] = _History(position)
-        if position >= len(before):
-            waits.append({Wait(joined[i].name, -1 if i < len(before) else 0) for i in needed})
-    return waits
+            writer[access.buffer] = position
+            readers[access.buffer] = {}
+        return needed
