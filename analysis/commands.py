@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found."""
-    from planner.calibrate import calibrated
+    from planner.calibrate import fold_runs, load_run
     from planner.explain import plan_table
     from planner.search import plan as run_plan
 
@@ -86,7 +86,7 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     costs = OperationCosts.load(arguments.costs) if arguments.costs else None
     if arguments.calibrate:
-        costs = calibrated(costs, arguments.calibrate, model=model, workload=workload, hardware=hardware)
+        costs = fold_runs([load_run(run) for run in arguments.calibrate], costs)
     limits = Limits(
         device_memory_bytes=min(arguments.device_memory or hardware.device.memory_bytes, hardware.device.memory_bytes),
         host_memory_bytes=min(arguments.host_memory or hardware.host.memory_bytes, hardware.host.memory_bytes),

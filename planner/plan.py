@@ -29,6 +29,10 @@ class Limits(Schema):
     host_memory_bytes: int = pydantic.Field(gt=0)
     nvme_memory_bytes: int = pydantic.Field(default=0, ge=0)
 
+    def bytes_of(self, tier: str) -> int:
+        """The limit of a tier by name: device, host or nvme."""
+        return int(getattr(self, f"{tier}_memory_bytes"))
+
 
 class ModelInput(Schema):
     """The model in a few figures; its spec is in `Plan.model`."""
@@ -131,7 +135,7 @@ class Plan(Schema):
         plan = super().load(path)
         if plan.plan_hash != plan._content_hash():
             raise InputError(
-                f"{path}: its content does not match its plan_hash {plan.plan_hash!r}; it was edited or damaged: plan again"
+                f"{path}: its content does not match its plan_hash {plan.plan_hash!r}: edited or damaged; plan again"
             )
         return plan
 
@@ -179,7 +183,7 @@ def require_same_inputs(plan: Plan, *, model: ModelSpec | None = None, workload:
 
     Whether a machine bears a plan is another question: `simulator.hardware_check` answers it.
     """
-    differences = []
+    differences: list[str] = []
     if model is not None:
         differences += _differences("model", plan.model, model)
     if workload is not None:
