@@ -61,9 +61,8 @@ def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found."""
     from planner.calibrate import fold_runs, load_run
     from planner.explain import plan_table
-    from planner.search import plan as run_plan
-
     from planner.plan import Limits
+    from planner.search import plan as run_plan
     from simulator.costs import OperationCosts
     from simulator.hardware import load_hardware
     from simulator.model import load_model_spec
@@ -136,10 +135,9 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Train by a plan: the one given, or one made first."""
-    from planner.explain import plan_table
-
     from executor.config import load_config, resolved_yaml
     from executor.launch import launch
+    from planner.explain import plan_table
     from planner.plan import Plan
     from simulator.errors import InputError
     from simulator.model import model_spec, read_model_config
@@ -176,9 +174,8 @@ def _plan_for(config: "TrainConfig", model: "ModelSpec") -> "Plan":
     """Plan a run that came without a plan, for the hardware it names or for this machine."""
     from pathlib import Path
 
-    from planner.search import plan as run_plan
-
     from planner.plan import Limits
+    from planner.search import plan as run_plan
     from simulator.costs import OperationCosts
     from simulator.hardware import load_hardware
     from simulator.probe import probe as run_probe

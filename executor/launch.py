@@ -34,6 +34,7 @@ def launch(
     OutOfMemory naming tier and bytes when memory runs out all the same, Interrupted when the user stops the run.
     """
     require_same_inputs(plan, model=model)
+    _require_agreement(config, plan)
     limits = plan.inputs.limits
     check_capacity(
         plan.hardware, current_device(), current_host(),
@@ -62,6 +63,28 @@ def launch(
     for line in comparison(plan, outcome, predicted):
         say(line)
     return record
+
+
+def _require_agreement(config: TrainConfig, plan: Plan) -> None:
+    """Refuse a config that asks for another step than the plan's. What the config leaves open, the plan decides."""
+    workload = plan.inputs.workload
+    planned: dict[str, object] = {
+        "sequence_length": workload.sequence_length,
+        "tokens_per_step": workload.tokens_per_step,
+        "micro_batch_size": plan.policy.micro_batch_rows,
+        "precision": workload.precision,
+        "gradient_format": workload.gradient_format,
+        "state_format": workload.state_format,
+        "clipping": workload.clipping,
+        "compiled": workload.compiled,
+    }
+    different = [
+        f"{key} is {getattr(config, key)!r}, the plan has {value!r}"
+        for key, value in planned.items()
+        if key in config.model_fields_set and getattr(config, key) not in ("auto", None, value)
+    ]
+    if different:
+        raise InputError(f"the plan was made for another step: {'; '.join(different)}; plan again")
 
 
 def _train(
