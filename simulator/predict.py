@@ -97,8 +97,12 @@ def device_peak_bytes(program: StepProgram, timeline: Timeline, hardware: Hardwa
 
 def host_peak_bytes(model: ModelSpec, timeline: Timeline, hardware: HardwareProfile) -> int:
     """The bare process, the host's buffers, the largest tensor on its way in or out; device memory too where shared."""
-    largest = max(tensor.num_elements for kind in model.kinds for tensor in kind.tensors)
-    peak = hardware.host_base_bytes.value + timeline.peak_bytes.get("host", 0) + 4 * largest
+    peak = hardware.host_base_bytes.value + timeline.peak_bytes.get("host", 0) + largest_tensor_bytes(model)
     if hardware.shared_memory:
         peak += timeline.peak_bytes.get("device", 0)
     return round(peak)
+
+
+def largest_tensor_bytes(model: ModelSpec) -> int:
+    """The largest tensor in fp32: what loading and saving hold beside the host's buffers."""
+    return 4 * max(tensor.num_elements for kind in model.kinds for tensor in kind.tensors)
