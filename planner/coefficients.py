@@ -1,0 +1,328 @@
+"""Coefficients: the seconds and bytes of every operation and buffer under one outline, for the mixed-integer program.
+
+An outline is what the search enumerates outside the program: it fixes the size of an operation, so that all times and
+bytes are data there. Prices come from the simulator's Pricing and sizes from its placement, never from a second table.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from simulator.formats import PRECISIONS
+from simulator.model import ModelSpec
+from simulator.placement import batch_bytes, place
+from simulator.policy import EAGER_SAVE_LEVELS, SAVE_LEVELS, Home, OptimizerHome, Policy, SaveLevel, Workload
+from simulator.program import Buffer, Kind, Operation, Resource, Role, Tier
+from simulator.replay import Price, Sharing
+
+HEAD_CHUNK_TOKENS = 2048
+GRADIENT_SLABS = 2
+
+
+class Outline(NamedTuple):
+    """What is enumerated: rows of a micro-batch, micro-batches in each group, every how manyth layer input is kept."""
+
+    micro_batch_rows: int
+    groups: tuple[int, ...]
+    checkpoint_interval: int = 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        return sum(self.groups)
+
+
+class Prices(Protocol):
+    """What the simulator's Pricing gives for one policy; tests may give a table of their own."""
+
+    def price(self, operation: Operation) -> Price: ...
+
+    def size(self, buffer: Buffer) -> int: ...
+
+    @property
+    def sharing(self) -> Sharing: ...
+
+
+class LevelCosts(NamedTuple):
+    """One micro-batch in one layer at one save level."""
+
+    forward_seconds: float
+    backward_seconds: float
+    kept_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+
+
+class BlockCosts(NamedTuple):
+    """One block once a step: its gradient's rounding and way home, its update in either home, its weights' way in."""
+
+    finish_seconds: float
+    clip_seconds: float  # its own clip factor: 0 where one serves all
+    update_device_seconds: float
+    update_host: Price
+    load: Price
+    store: Price
+
+
+class BlockBytes(NamedTuple):
+    """What a block's optimizer adds to each tier when it moves to the host, slabs and slots apart."""
+
+    device: int
+    host: int
+    weights: int
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """All data of the program for one outline."""
+
+    model: ModelSpec
+    workload: Workload
+    outline: Outline
+    levels: tuple[SaveLevel, ...]
+    level_costs: Mapping[tuple[int, SaveLevel], LevelCosts]  # by layer kind
+    recompute_seconds: Mapping[int, float]  # by layer kind
+    block_costs: tuple[BlockCosts, ...]
+    embed: Price
+    loss: Price
+    embed_backward: Price
+    clip_seconds: float  # the one clip factor of a step: 0 where each block has its own
+    report_seconds: float
+    load_batch: Price
+    memory: "MemoryTable"
+    sharing: Sharing
+
+    @property
+    def delayed(self) -> bool:
+        """Whether updates wait for the norm of all gradients."""
+        return self.workload.clipping == "global"
+
+    @cached_property
+    def kinds(self) -> dict[int, list[int]]:
+        """Layers by kind."""
+        found: dict[int, list[int]] = {}
+        for block in self.model.layers:
+            found.setdefault(self.model.kind_of_block[block], []).append(block)
+        return found
+
+    def neighbours(self) -> list[tuple[int, int]]:
+        """(layer, the next layer above it of the same size)."""
+        pairs = []
+        last_of_size: dict[int, int] = {}
+        for layer in self.model.layers:
+            size = self.model.block(layer).num_elements
+            if size in last_of_size:
+                pairs.append((last_of_size[size], layer))
+            last_of_size[size] = layer
+        return pairs
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One layer input, or its gradient, of one micro-batch."""
+        tokens = self.outline.micro_batch_rows * self.workload.sequence_length
+        return tokens * self.model.hidden_size * PRECISIONS[self.workload.precision].weight
+
+    @property
+    def micro_batch_bytes(self) -> int:
+        return batch_bytes(self.outline.micro_batch_rows * self.workload.sequence_length)
+
+    @cached_property
+    def fixed_compute_seconds(self) -> float:
+        """Compute of a step outside the layers' passes and all updates."""
+        passes = self.embed.seconds + self.loss.seconds + self.embed_backward.seconds
+        gradients = sum(block.finish_seconds + block.clip_seconds for block in self.block_costs) + self.clip_seconds
+        return self.outline.num_micro_batches * passes + gradients + self.report_seconds
+
+    def recomputed_layers(self) -> list[int]:
+        """Layers whose output is recomputed to give the next layer its input: none when every input is kept."""
+        interval = self.outline.checkpoint_interval
+        layers = list(self.model.layers)
+        return [layer for start in range(0, len(layers), interval) for layer in layers[start : start + interval][:-1]]
+
+    def quick_bound_seconds(self) -> float:
+        """A bound in closed form: compute alone, each layer at its fastest level, updates free of charge."""
+        layers = sum(
+            len(blocks) * min(self._pass_seconds(kind, level) for level in self.levels)
+            for kind, blocks in self.kinds.items()
+        )
+        layers += sum(self.recompute_seconds[self.model.kind_of_block[layer]] for layer in self.recomputed_layers())
+        return self.fixed_compute_seconds + self.outline.num_micro_batches * layers
+
+    def _pass_seconds(self, kind: int, level: SaveLevel) -> float:
+        costs = self.level_costs[kind, level]
+        return costs.forward_seconds + costs.backward_seconds
+
+
+def base_policy(
+    model: ModelSpec,
+    workload: Workload,
+    outline: Outline,
+    *,
+    host: frozenset[int] = frozenset(),
+    streamed: frozenset[int] = frozenset(),
+    levels: Mapping[int, SaveLevel] | None = None,
+    prefetch_depth: int = 1,
+) -> Policy:
+    """The policy of an outline with given homes; levels by layer, 'input' where none is named."""
+    homes: list[OptimizerHome] = ["host" if block in host else "device" for block in range(model.num_blocks)]
+    weights: list[Home] = ["host" if block in streamed else "device" for block in range(model.num_blocks)]
+    gradients: list[Home] = ["host" if block in host else "device" for block in range(model.num_blocks)]
+    tokens = outline.micro_batch_rows * workload.sequence_length
+    return Policy(
+        micro_batch_rows=outline.micro_batch_rows,
+        groups=outline.groups,
+        weight_homes=tuple(weights),
+        prefetch_depth=prefetch_depth,
+        save_levels=tuple((levels or {}).get(layer, "input") for layer in model.layers),
+        checkpoint_interval=outline.checkpoint_interval,
+        activation_homes=("device",) * model.num_layers,
+        gradient_homes=tuple(gradients),
+        gradient_slabs=GRADIENT_SLABS,
+        optimizer_homes=tuple(homes),
+        head_chunk_tokens=min(HEAD_CHUNK_TOKENS, tokens),
+        clipping=workload.clipping,
+        gradient_format=workload.gradient_format,
+        state_format=workload.state_format,
+    )
+
+
+def allowed_levels(workload: Workload, outline: Outline) -> tuple[SaveLevel, ...]:
+    """Save levels that a layer may take: all six compiled, the two ends eager; with sparse checkpoints only 'input'."""
+    if outline.checkpoint_interval > 1:
+        return ("input",)
+    return tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
+
+
+class MemoryTable(NamedTuple):
+    """Persistent bytes under one way of grouping, as a sum: fixed, a share a block on the host, slabs and slots."""
+
+    device_fixed_bytes: int  # all optimizers on the device, all weights resident
+    host_fixed_bytes: int
+    block_bytes: tuple[BlockBytes, ...]
+    slab_bytes: int  # one slab; 0 where gradients leave from the buffers they are summed in
+    slot_bytes: int  # one slot
+
+
+class CoefficientTable:
+    """Coefficients of many outlines: what outlines share is priced and placed once."""
+
+    def __init__(self, model: ModelSpec, workload: Workload, prices_of: Callable[[Policy], Prices]) -> None:
+        self.model, self.workload, self.prices_of = model, workload, prices_of
+        self._first_of_kind = {model.kind_of_block[block]: block for block in reversed(range(model.num_blocks))}
+        self._by_rows: dict[int, Coefficients] = {}
+        self._memory: dict[bool, MemoryTable] = {}
+
+    def of(self, outline: Outline) -> Coefficients:
+        """The coefficients of one outline."""
+        rows = outline.micro_batch_rows
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._price_rows(outline)
+        priced = self._by_rows[rows]
+        levels = allowed_levels(self.workload, outline)
+        return replace(
+            priced,
+            outline=outline,
+            levels=levels,
+            level_costs={key: costs for key, costs in priced.level_costs.items() if key[1] in levels},
+            memory=self._memory_table(outline),
+        )
+
+    def _price_rows(self, outline: Outline) -> Coefficients:
+        """Coefficients of one micro-batch size; grouping and checkpoint interval do not change them."""
+        model = self.model
+        prices = self.prices_of(base_policy(model, self.workload, outline))
+        levels = allowed_levels(self.workload, Outline(outline.micro_batch_rows, outline.groups))
+        layer_kinds = sorted({model.kind_of_block[block] for block in model.layers})
+        own_clips = self.workload.clipping != "global"
+        blocks = {kind: _block_costs(prices, block, own_clips) for kind, block in self._first_of_kind.items()}
+        return Coefficients(
+            model=model,
+            workload=self.workload,
+            outline=outline,
+            levels=levels,
+            level_costs={
+                (kind, level): _level_costs(prices, self._first_of_kind[kind], level)
+                for kind in layer_kinds
+                for level in levels
+            },
+            recompute_seconds={
+                kind: _price(prices, Kind.RECOMPUTE, self._first_of_kind[kind], "input").seconds for kind in layer_kinds
+            },
+            block_costs=tuple(blocks[kind] for kind in model.kind_of_block),
+            embed=_price(prices, Kind.FORWARD, 0),
+            loss=_price(prices, Kind.LOSS, model.head),
+            embed_backward=_price(prices, Kind.BACKWARD, 0),
+            clip_seconds=0.0 if own_clips else _price(prices, Kind.CLIP).seconds,
+            report_seconds=_price(prices, Kind.REPORT).seconds,
+            load_batch=_price(prices, Kind.LOAD_BATCH, resource=Resource.H2D),
+            memory=self._memory_table(outline),
+            sharing=prices.sharing,
+        )
+
+    def _memory_table(self, outline: Outline) -> MemoryTable:
+        one_group = len(outline.groups) == 1
+        if one_group not in self._memory:
+            self._memory[one_group] = self._place_variations(outline)
+        return self._memory[one_group]
+
+    def _place_variations(self, outline: Outline) -> MemoryTable:
+        """Place small variations of one policy and take differences, so that placement stays the one table."""
+        model = self.model
+        layers = frozenset(model.layers)
+
+        def buffers(host: frozenset[int] = frozenset(), streamed: frozenset[int] = frozenset()) -> list[Buffer]:
+            policy = base_policy(model, self.workload, outline, host=host, streamed=streamed)
+            return list(place(model, self.workload, policy).buffers.values())
+
+        def in_tier(tier: Tier, placed: list[Buffer]) -> int:
+            shared = (Role.SLAB, Role.SLOT)
+            return sum(b.num_bytes for b in placed if b.tier == tier and b.role not in shared)
+
+        none, streams = buffers(), buffers(layers, layers)
+        slabs = [b.num_bytes for b in streams if b.role is Role.SLAB]
+        device, host = in_tier(Tier.DEVICE, none), in_tier(Tier.HOST, none)
+        weights = {b.block: b.num_bytes for b in none if b.role is Role.WEIGHTS}
+        of_kind = {}
+        for kind, block in self._first_of_kind.items():
+            moved = buffers(frozenset([block]))
+            of_kind[kind] = BlockBytes(
+                in_tier(Tier.DEVICE, moved) - device, in_tier(Tier.HOST, moved) - host, weights[block]
+            )
+        return MemoryTable(
+            device_fixed_bytes=device,
+            host_fixed_bytes=host,
+            block_bytes=tuple(of_kind[kind] for kind in model.kind_of_block),
+            slab_bytes=max(slabs, default=0),
+            slot_bytes=next(b.num_bytes for b in streams if b.role is Role.SLOT),
+        )
+
+
+def _price(
+    prices: Prices, kind: Kind, block: int = -1, level: str = "", resource: Resource = Resource.COMPUTE
+) -> Price:
+    price = prices.price(Operation(kind.value, kind, resource, block, 0, 0, level))
+    # One operation alone is never slowed by host DRAM, whatever rate it was measured at.
+    return replace(price, dram_bytes=min(price.dram_bytes, price.seconds * prices.sharing.dram_bytes_per_second))
+
+
+def _level_costs(prices: Prices, block: int, level: SaveLevel) -> LevelCosts:
+    forward, backward = (_price(prices, kind, block, level) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    saved = Buffer("saved", Tier.DEVICE, Role.SAVED, 0, block, 0, False, level)
+    return LevelCosts(
+        forward_seconds=forward.seconds,
+        backward_seconds=backward.seconds,
+        kept_bytes=0 if level == "input" else prices.size(saved),
+        forward_transient_bytes=forward.transient_bytes,
+        backward_transient_bytes=backward.transient_bytes,
+    )
+
+
+def _block_costs(prices: Prices, block: int, own_clip: bool) -> BlockCosts:
+    return BlockCosts(
+        finish_seconds=_price(prices, Kind.FINISH_GRADIENT, block).seconds,
+        clip_seconds=_price(prices, Kind.CLIP, block).seconds if own_clip else 0.0,
+        update_device_seconds=_price(prices, Kind.UPDATE, block).seconds,
+        update_host=_price(prices, Kind.UPDATE, block, resource=Resource.HOST),
+        load=_price(prices, Kind.LOAD_WEIGHTS, block, resource=Resource.H2D),
+        store=_price(prices, Kind.STORE_GRADIENT, block, resource=Resource.D2H),
+    )

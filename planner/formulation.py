@@ -1,0 +1,54 @@
+"""The formulation: the program over save levels, weight residency, optimizer homes and prefetch depth of one outline.
+
+Its optimum is a lower bound on the replayed step of every policy of the outline (`planner/time_rows.py` says why), and
+its memory is what the replay will find (`planner/memory_rows.py`). Its size does not grow with the depth of the model.
+Seconds and GB (1e9 bytes) keep all numbers near 1.
+"""
+
+from collections.abc import Mapping
+
+from planner.coefficients import Coefficients
+from planner.memory_rows import MEMORY_LIMITS, Budget, add_memory
+from planner.mip import MixedIntegerProgram, total
+from planner.time_rows import add_time
+from planner.variables import MAX_SLOTS, Decisions, add_variables, policy_decisions
+from simulator.policy import Policy
+
+BYTE_GB = 1e-9  # sums of floats may miss an exact fit by less than a byte
+
+
+class Formulation:
+    """The program of one outline under a budget."""
+
+    def __init__(self, coefficients: Coefficients, budget: Budget) -> None:
+        self.coefficients = coefficients
+        self.mip = MixedIntegerProgram()
+        self.variables = variables = add_variables(self.mip, coefficients)
+        self.memory = add_memory(self.mip, coefficients, variables, budget)
+        self.limits = [row for row in self.mip.rows if row.title in MEMORY_LIMITS]
+        self.step = add_time(self.mip, coefficients, variables)
+        # A tie is broken for the device: fewer host updates, less streamed, fewer slots.
+        model = coefficients.model
+        weight = 1e-6 * coefficients.quick_bound_seconds() / (3 * model.num_blocks)
+        preferred = total([variables.num_host, variables.embedding, variables.head, variables.num_streamed])
+        self.mip.objective = total([self.step, weight * preferred, 0.1 * weight * variables.slots])
+        # The most that the objective lies above the step.
+        self.tie_break_seconds = weight * (model.num_blocks + model.num_layers + 0.1 * MAX_SLOTS)
+
+    def evaluate(self, decisions: Decisions) -> dict[str, float]:
+        """All variables at their least for given decisions."""
+        return self.mip.evaluate(self.variables.chosen(decisions))
+
+    def keep_on_device(self) -> None:
+        """Allow no host optimizer, and so no streaming either."""
+        v = self.variables
+        self.mip.at_most("everything on the device", v.num_host + v.embedding + v.head, 0.0)
+        self.limits.append(self.mip.rows[-1])
+
+    def fits(self, values: Mapping[str, float]) -> bool:
+        """Whether these values keep the limits of memory."""
+        return all(row.expression.value(values) <= BYTE_GB for row in self.limits)
+
+    def bound_of(self, policy: Policy) -> float:
+        """The relaxation's seconds for one policy of this outline, which its replay cannot undercut."""
+        return self.step.value(self.evaluate(policy_decisions(self.coefficients, policy)))

@@ -1,0 +1,103 @@
+"""Memory rows: what a policy takes in each tier, as limits on the decisions.
+
+Persistent buffers are sums over blocks, as the simulator's placement lays them out. What passes through a step peaks
+in its largest group, at the turn from forward to backward or in a backward soon after. The rows are exact for save
+levels laid out by the bytes their backward takes, the largest at the bottom of the model, where fewest other layers are
+still alive; any other layout takes at least as much.
+"""
+
+from dataclasses import dataclass
+
+from planner.coefficients import Coefficients
+from planner.mip import Linear, MixedIntegerProgram, total
+from planner.variables import Variables
+from simulator.policy import SaveLevel
+from simulator.predict import ALLOCATOR_SLACK
+
+GB = 1e9
+MEMORY_LIMITS = ("device memory", "host memory")  # titles of the rows that hold a plan to its budget
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that a plan may take in each tier, and what the process takes before its first buffer."""
+
+    device_bytes: int
+    host_bytes: int
+    context_bytes: int = 0
+    host_base_bytes: int = 0
+    shared_memory: bool = False  # device and host are the same RAM
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Peaks as expressions, in GB."""
+
+    device_gb: Linear
+    host_gb: Linear
+
+
+def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, budget: Budget) -> MemoryUse:
+    """Add the peaks of both tiers and their limits."""
+    memory = c.memory
+    shares = memory.block_bytes
+    device_share = [(shares[0].device, variables.embedding), (shares[-1].device, variables.head)]
+    host_share = [(shares[0].host, variables.embedding), (shares[-1].host, variables.head)]
+    for kind, layers in c.kinds.items():
+        share = shares[layers[0]]
+        device_share += [(share.device, variables.host_layers[kind]), (-share.weights, variables.streamed[kind])]
+        host_share.append((share.host, variables.host_layers[kind]))
+    persistent = total(num_bytes / GB * count for num_bytes, count in device_share) + memory.device_fixed_bytes / GB
+    persistent += memory.slab_bytes / GB * variables.slabs + memory.slot_bytes / GB * variables.slots
+    passing = mip.quantity("passing_gb")
+    if c.outline.checkpoint_interval == 1:
+        _add_passing(mip, c, variables, passing)
+    else:
+        _add_sparse_passing(mip, c, passing)
+    device = persistent + (1 + ALLOCATOR_SLACK) * passing + budget.context_bytes / GB
+    host = total(num_bytes / GB * count for num_bytes, count in host_share)
+    host += (memory.host_fixed_bytes + budget.host_base_bytes) / GB
+    if budget.shared_memory:
+        host += persistent + passing
+    for title, used, limit in zip(MEMORY_LIMITS, (device, host), (budget.device_bytes, budget.host_bytes), strict=True):
+        mip.at_most(title, used, limit / GB)
+    return MemoryUse(device, host)
+
+
+def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, passing: Linear) -> None:
+    group, hidden = max(c.outline.groups), c.hidden_bytes / GB
+    batches = group * c.micro_batch_bytes / GB
+    # The head's inputs give way to their gradients one by one, so there is one more than micro-batches.
+    turn = (group + 1) * hidden + batches
+    alive = {
+        key: group * (hidden + c.level_costs[key].kept_bytes / GB) * count for key, count in variables.levels.items()
+    }
+    mip.at_least("memory at the loss", passing, total(alive.values()) + turn + c.loss.transient_bytes / GB)
+    embedding = group * hidden + batches + c.embed_backward.transient_bytes / GB
+    mip.at_least("memory in the embedding's backward", passing, embedding)
+
+    used: dict[tuple[int, SaveLevel], Linear] = {}
+    for key, count in variables.levels.items():
+        used[key] = mip.indicator(f"used_{key[0]}_{key[1]}")
+        mip.at_least(f"level {key[1]} is used by kind {key[0]}", used[key], count * (1 / c.model.num_layers))
+    # Take the topmost layer whose transient is at least X: in its pass, all layers with such transients are alive.
+    for name, fixed in (("backward", turn), ("forward", turn - hidden)):
+        transient = {key: getattr(c.level_costs[key], f"{name}_transient_bytes") / GB for key in alive}
+        below: list[Linear] = []
+        for key in sorted(alive, key=lambda key: -transient[key]):
+            below.append(alive[key])
+            peak = total(below) + (fixed + transient[key]) * used[key]
+            mip.at_least(f"memory in the {name} of kind {key[0]} at level {key[1]}", passing, peak)
+
+
+def _add_sparse_passing(mip: MixedIntegerProgram, c: Coefficients, passing: Linear) -> None:
+    """Checkpoints every few layers: a segment's inputs come back together, all else is constant."""
+    group, hidden = max(c.outline.groups), c.hidden_bytes / GB
+    interval, layers = c.outline.checkpoint_interval, c.model.num_layers
+    segments = [min(interval, layers - start) for start in range(0, layers, interval)]
+    transient = min(costs.backward_transient_bytes for costs in c.level_costs.values()) / GB
+    peak = len(segments) * group * hidden + c.loss.transient_bytes / GB
+    for index, length in enumerate(segments):
+        peak = max(peak, (index + length) * group * hidden + transient)
+    turn = (group + 1) * hidden + group * c.micro_batch_bytes / GB
+    mip.at_least("memory at the loss or in a segment's backward", passing, Linear({}, peak + turn))

@@ -1,0 +1,339 @@
+"""Time rows: a relaxation of the replayed step, so that its least value bounds every policy of the outline from below.
+
+A step is cut at the turns between forward and backward. The pieces follow each other on the compute stream, and each
+takes at least as long as any one resource needs for what must happen within it:
+
+- Compute: the operations of the piece; copies beside them slow them to `compute_beside_copies`.
+- Link: at a turn the slots hold that many layers, whatever the order; all other streamed layers come before the next
+  turn, the first after a layer of the piece has freed its slot, the last before the piece's last layer.
+- Exact clipping: a host update waits for the norm, which ends a step, and comes before its block's next forward, in the
+  first group. Updates run low blocks first, then loads, then the forward: a flow shop with a row for every block.
+- Gradients that leave through slabs: all but the last few have left when the backward ends.
+- Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
+- Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
+
+Left out: links that idle because slots are full, which layers stream (loads are averaged over a piece), contention
+outside these rows. The replay knows all of it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from planner.coefficients import GRADIENT_SLABS, BlockCosts, Coefficients
+from planner.mip import Linear, MixedIntegerProgram, total
+from planner.variables import Variables
+
+PassName = Literal["forward", "backward"]
+
+
+def add_time(mip: MixedIntegerProgram, coefficients: Coefficients, variables: Variables) -> Linear:
+    """Add the step and its rows; returns the step's seconds."""
+    rows = _TimeRows(mip, coefficients, variables, mip.quantity("step_seconds"))
+    if coefficients.sharing.inline:
+        work = total([rows.compute, rows.h2d, rows.d2h, rows.host_updates])
+        mip.at_least("one thread does everything", rows.step, work)
+    else:
+        rows.add_totals()
+        rows.add_pieces()
+    return rows.step
+
+
+@dataclass(slots=True)
+class _TimeRows:
+    mip: MixedIntegerProgram
+    c: Coefficients
+    variables: Variables
+    step: Linear
+
+    # Sums over a step
+
+    def forwards(self, group: int) -> Linear:
+        """A group's forward through all layers."""
+        counts = self.variables.levels.items()
+        return total(group * self.c.level_costs[key].forward_seconds * count for key, count in counts)
+
+    def backwards(self, group: int) -> Linear:
+        counts = self.variables.levels.items()
+        return total(group * self.c.level_costs[key].backward_seconds * count for key, count in counts)
+
+    def recomputes(self, group: int) -> float:
+        kinds = self.c.model.kind_of_block
+        return group * sum(self.c.recompute_seconds[kinds[layer]] for layer in self.c.recomputed_layers())
+
+    def host_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
+        """A cost summed over all blocks that are updated on the host."""
+        costs, variables = self.c.block_costs, self.variables
+        layers = [cost(costs[self.c.kinds[kind][0]]) * count for kind, count in variables.host_layers.items()]
+        return total([*layers, cost(costs[0]) * variables.embedding, cost(costs[-1]) * variables.head])
+
+    @property
+    def device_updates(self) -> Linear:
+        everything = sum(costs.update_device_seconds for costs in self.c.block_costs)
+        return everything - self.host_sum(lambda costs: costs.update_device_seconds)
+
+    @property
+    def compute(self) -> Linear:
+        step = self.c.outline.num_micro_batches
+        fixed = self.c.fixed_compute_seconds + self.recomputes(step)
+        return total([self.forwards(step), self.backwards(step), self.device_updates]) + fixed
+
+    def least(self, cost: Callable[[BlockCosts], float]) -> float:
+        """A cost's least value among the layers."""
+        return min(cost(self.c.block_costs[layers[0]]) for layers in self.c.kinds.values())
+
+    @property
+    def reload(self) -> Linear:
+        """Seconds of the link for the layers that come again in each piece."""
+        return self.least(lambda costs: costs.load.seconds) * self.variables.reloads
+
+    @property
+    def reload_dram(self) -> Linear:
+        """The same in seconds of host DRAM."""
+        return self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.variables.reloads
+
+    @property
+    def dram_rate(self) -> float:
+        return self.c.sharing.dram_bytes_per_second
+
+    @property
+    def h2d(self) -> Linear:
+        """Every host-updated block's weights come in the first group's forward, some again in each later piece."""
+        batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
+        first = self.host_sum(lambda costs: costs.load.seconds)
+        return first + (2 * len(self.c.outline.groups) - 1) * self.reload + batches
+
+    @property
+    def d2h(self) -> Linear:
+        return self.host_sum(lambda costs: costs.store.seconds)
+
+    @property
+    def host_updates(self) -> Linear:
+        return self.host_sum(lambda costs: costs.update_host.seconds)
+
+    @property
+    def slowed(self) -> float:
+        """What a second of copies takes from compute beside it."""
+        return 1 - self.c.sharing.compute_beside_copies
+
+    @property
+    def both(self) -> float:
+        """What a second of one link direction takes from the other beside it."""
+        return min(1.0, (1 - self.c.sharing.duplex) / self.c.sharing.duplex)
+
+    def add_totals(self) -> None:
+        """Each resource works for less than a step."""
+        mip, step = self.mip, self.step
+        mip.at_least("compute beside loads", step, self.compute + self.slowed * self.h2d)
+        mip.at_least("compute beside stores", step, self.compute + self.slowed * self.d2h)
+        mip.at_least("host to device", step, self.h2d + self.both * self.d2h)
+        mip.at_least("device to host", step, self.d2h + self.both * self.h2d)
+        mip.at_least("host updates", step, self.host_updates)
+        moved = self.host_sum(
+            lambda costs: (
+                (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.dram_rate
+            )
+        )
+        again = (2 * len(self.c.outline.groups) - 1) * self.reload_dram
+        mip.at_least("host DRAM", step, moved + again)
+
+    # Pieces
+
+    def add_pieces(self) -> None:
+        """Pieces from one norm to the next, and what ties a step to the one before."""
+        mip, c = self.mip, self.c
+        groups = c.outline.groups
+        first = self._first_forward()
+        middle = []
+        for (before, group), count in Counter(pairwise(groups)).items():
+            piece = mip.quantity(f"forward_seconds_{before}_{group}")
+            edge = before * c.embed_backward.seconds + group * c.embed.seconds
+            self._add_piece(piece, f"forward of {group} after {before}", edge, self.forwards(group), group, "forward")
+            middle.append(count * piece)
+        for group, count in Counter(groups[:-1]).items():
+            piece = mip.quantity(f"backward_seconds_{group}")
+            edge = group * c.loss.seconds
+            work = self.backwards(group) + self.recomputes(group)
+            self._add_piece(piece, f"backward of {group}", edge, work, group, "backward")
+            middle.append(count * piece)
+        last = self._last_backward()
+        tail = groups[-1] * c.embed_backward.seconds + c.block_costs[0].finish_seconds
+        embedding_complete = total(middle) + last + tail
+        if c.delayed:
+            self._add_window(first)
+            rest = Linear({}, c.clip_seconds)
+        else:
+            rest = c.block_costs[0].update_device_seconds * (1.0 - self.variables.embedding)
+            rest += c.block_costs[0].clip_seconds + c.report_seconds
+        mip.at_least("pieces of the step", self.step, first + embedding_complete + rest)
+        self._add_cycles(total(middle), embedding_complete)
+
+    def _add_piece(self, piece: Linear, title: str, edge: float, work: Linear, group: int, name: PassName) -> None:
+        """`edge`: compute before the piece's first layer; `work`: that of its layers."""
+        mip = self.mip
+        mip.at_least(f"{title}: compute", piece, work + edge + self.slowed * self.reload)
+        mip.at_least(f"{title}: DRAM", piece, self.reload_dram)
+        ends = 0.0
+        if self.c.outline.checkpoint_interval == 1:
+            ends = edge + 2 * group * min(self._seconds(name))
+        mip.at_least(f"{title}: loads", piece, self.reload + ends * self.variables.any_reloads)
+
+    def _seconds(self, name: PassName) -> list[float]:
+        """Of one micro-batch in one layer, for each kind and level."""
+        return [getattr(costs, f"{name}_seconds") for costs in self.c.level_costs.values()]
+
+    def _first_forward(self) -> Linear:
+        c = self.c
+        first, group = self.mip.quantity("first_forward_seconds"), c.outline.groups[0]
+        work, edge = self.forwards(group), group * c.embed.seconds
+        if c.delayed:
+            work, edge = work + self.device_updates, edge + c.report_seconds
+        self._add_piece(first, "first forward", edge, work, group, "forward")
+        return first
+
+    def _last_backward(self) -> Linear:
+        mip, c = self.mip, self.c
+        last, group = mip.quantity("last_backward_seconds"), c.outline.groups[-1]
+        work = self.backwards(group) + self.recomputes(group)
+        work += sum(costs.finish_seconds + costs.clip_seconds for costs in c.block_costs[1:])
+        if not c.delayed:
+            embedding = c.block_costs[0].update_device_seconds * (1.0 - self.variables.embedding)
+            work += self.device_updates - embedding
+        self._add_piece(last, "last backward", group * c.loss.seconds, work, group, "backward")
+        if c.memory.slab_bytes:
+            stores = {kind: c.block_costs[layers[0]].store.seconds for kind, layers in c.kinds.items()}
+            left = self._layers_sum(lambda costs: costs.store.seconds) - GRADIENT_SLABS * max(stores.values())
+            mip.at_least("last backward: stores", last, left + self.both * self.reload)
+        return last
+
+    def _below_lowest(self, kind: int) -> Linear:
+        """At most so many layers lie below the lowest of a kind's host-updated layers.
+
+        With n of them the lowest is at most the kind's n-th from the top: a line in n, or the line above it where a
+        kind's layers lie unevenly.
+        """
+        positions = self.c.kinds[kind]
+        below = [position - 1 for position in reversed(positions)]
+        slope = (below[-1] - below[0]) / max(1, len(below) - 1)
+        highest = max(layers - slope * n for n, layers in enumerate(below, start=1))
+        return slope * self.variables.host_layers[kind] + highest
+
+    def _layers_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
+        """A cost summed over the host-updated layers."""
+        costs, counts = self.c.block_costs, self.variables.host_layers
+        return total(cost(costs[self.c.kinds[kind][0]]) * count for kind, count in counts.items())
+
+    def _add_window(self, first: Linear) -> None:
+        """From the norm to the first loss: updates, loads and forwards of host-updated blocks are a flow shop.
+
+        Times are linear in a layer's place among them, so the rows for the lowest and the topmost one imply all others.
+        """
+        c, v, rate = self.c, self.variables, self.dram_rate
+        group, slowest = c.outline.groups[0], max(self._seconds("forward"))
+        embedding, head = c.block_costs[0], c.block_costs[-1]
+        updated = embedding.update_host.seconds * v.embedding
+        loaded = updated + embedding.load.seconds * v.embedding
+        moved = (embedding.update_host.dram_bytes + embedding.load.dram_bytes) / rate * v.embedding
+
+        def row(title: str, chain: Linear, rest: Linear) -> None:
+            self.mip.at_least(f"window of {title}", first, chain + rest)
+
+        row("the embedding", loaded, self.forwards(group) + group * c.embed.seconds)
+        for kind, layers in c.kinds.items():
+            # The load waits for its own update, and for the load before it.
+            costs, on_host = c.block_costs[layers[0]], v.any_host[kind]
+            rest = self.forwards(group) - group * slowest * self._below_lowest(kind)
+            alone = costs.update_host.seconds + costs.load.seconds
+            traffic = costs.update_host.dram_bytes + costs.load.dram_bytes
+            row(f"the lowest layer of kind {kind}: update", updated + alone * on_host, rest)
+            row(f"the lowest layer of kind {kind}: load", loaded + costs.load.seconds * on_host, rest)
+            row(f"the lowest layer of kind {kind}: DRAM", moved + traffic / rate * on_host, rest)
+        updates = updated + self._layers_sum(lambda costs: costs.update_host.seconds)
+        loads = self._layers_sum(lambda costs: costs.load.seconds)
+        update, load = (self.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
+        rest = group * min(self._seconds("forward")) * v.any_layer
+        row("the topmost layer: updates", updates + load * v.any_layer, rest)
+        row("the topmost layer: loads", loaded + loads, rest)
+        row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
+        moves = self._layers_sum(lambda costs: (costs.update_host.dram_bytes + costs.load.dram_bytes) / rate)
+        row("the topmost layer: DRAM", moved + moves, rest)
+        row("the head: updates", updates + (head.update_host.seconds + head.load.seconds) * v.head, Linear())
+        row("the head: loads", loaded + loads + head.load.seconds * v.head, Linear())
+        traffic = head.update_host.dram_bytes + head.load.dram_bytes
+        row("the head: DRAM", moved + moves + traffic / rate * v.head, Linear())
+
+    def _add_cycles(self, middle: Linear, embedding_complete: Linear) -> None:
+        """From a block's forward to its gradient, its store, update and load, and its next forward."""
+        c, v = self.c, self.variables
+        first = c.outline.groups[0]
+        forwards, slowest = self.forwards(first), first * max(self._seconds("forward"))
+        one_forward = first * min(self._seconds("forward")) * v.any_layer
+        stored = self._stored()
+        update, load = (self.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
+        embedding = c.block_costs[0]
+        edge = (embedding.store.seconds + embedding.update_host.seconds) * v.embedding
+
+        def row(title: str, *parts: Linear) -> None:
+            self.mip.at_least(f"cycle of {title}", self.step, total(parts))
+
+        # With n host-updated layers the lowest is at most the n-th from the top.
+        from_lowest = forwards - slowest * (c.model.num_layers - v.num_host)
+        row("the lowest layer", stored, (update + load) * v.any_layer, from_lowest, middle)
+        updates = self._layers_sum(lambda costs: costs.update_host.seconds)
+        if c.delayed:
+            # Stores, updates and loads all keep the embedding before the layers, and low layers before high ones.
+            loads = self._layers_sum(lambda costs: costs.load.seconds)
+            row(
+                "the lowest layer after the embedding", stored, edge, (update + load) * v.any_layer, from_lowest, middle
+            )
+            row("the topmost layer: updates", stored, edge, updates, load * v.any_layer, one_forward, middle)
+            row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
+        else:
+            # Updates follow gradients from the top down: those of the layers above come first.
+            last = c.outline.groups[-1]
+            complete = last * c.loss.seconds + last * min(self._seconds("backward")) * v.any_layer
+            store = self.least(lambda costs: costs.store.seconds)
+            chain = updates + (store + load) * v.any_layer
+            row("the lowest layer: updates", complete, chain, from_lowest, middle)
+        for kind, layers in c.kinds.items() if len(c.kinds) > 1 else ():
+            # Kinds that alternate, or lie one above the other, have a lowest layer each.
+            costs, below = c.block_costs[layers[0]], self._below_lowest(kind)
+            begin = forwards - slowest * below + middle
+            end = self._backwards_to(below)
+            alone = costs.store.seconds + costs.update_host.seconds + costs.load.seconds
+            row(f"the lowest layer of kind {kind}", alone * v.any_host[kind], begin, end)
+        row(
+            "the embedding",
+            edge + embedding.load.seconds * v.embedding,
+            forwards + first * c.embed.seconds,
+            embedding_complete,
+        )
+
+    def _backwards_to(self, below: Linear) -> Linear:
+        """From the last group's first loss to the gradient of a layer with at most `below` layers below it."""
+        last = self.c.outline.groups[-1]
+        left = last * max(self._seconds("backward")) * below
+        turn = last * self.c.loss.seconds + self.c.block_costs[-1].finish_seconds
+        return self.backwards(last) - left + (turn + self.least(lambda costs: costs.finish_seconds))
+
+    def _stored(self) -> Linear:
+        """From the last group's first loss to the end of the store of the lowest host-updated layer, which is last.
+
+        All that streams is host-updated, so it has come again by then.
+        """
+        mip, c, v = self.mip, self.c, self.variables
+        stored, last = mip.quantity("stored_seconds"), c.outline.groups[-1]
+        store = self.least(lambda costs: costs.store.seconds) * v.any_layer
+        turn, one_backward = last * c.loss.seconds, last * min(self._seconds("backward"))
+        stores = self._layers_sum(lambda costs: costs.store.seconds)
+        mip.at_least("stored: backward", stored, self._backwards_to(c.model.num_layers - v.num_host) + store)
+        mip.at_least("stored: stores", stored, stores + turn + one_backward * v.any_layer)
+        ends = 0.0 if c.outline.checkpoint_interval > 1 else turn + 2 * one_backward
+        mip.at_least("stored: loads", stored, self.reload + ends * v.any_reloads + store)
+        mip.at_least("stored: stores beside loads", stored, stores + self.both * self.reload)
+        mip.at_least("stored: loads beside stores", stored, self.reload + self.both * stores)
+        moved = self._layers_sum(lambda costs: costs.store.dram_bytes / self.dram_rate)
+        mip.at_least("stored: DRAM", stored, moved + self.reload_dram)
+        return stored

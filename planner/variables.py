@@ -1,0 +1,154 @@
+"""The decisions of one outline, as counts of layers where layers are alike, and as variables of its program."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.coefficients import GRADIENT_SLABS, Coefficients
+from planner.mip import Linear, MixedIntegerProgram, total
+from simulator.placement import place
+from simulator.policy import Policy, SaveLevel
+
+MAX_SLOTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """How many layers of a kind take each level, update on the host and stream; the edges one by one."""
+
+    levels: Mapping[tuple[int, SaveLevel], int]  # by (layer kind, level)
+    host_layers: Mapping[int, int]  # by layer kind
+    host_embedding: bool
+    host_head: bool
+    streamed: Mapping[int, int]  # by layer kind
+    slots: int  # 0: nothing streams
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal decisions, whether zeros are spelt out or not."""
+        counts = (self.levels, self.host_layers, self.streamed)
+        spelt = (tuple(sorted((key, n) for key, n in numbers.items() if n)) for numbers in counts)
+        return (*spelt, self.host_embedding, self.host_head, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """Decisions as expressions, and the quantities that follow from them in all rows."""
+
+    levels: dict[tuple[int, SaveLevel], Linear]
+    host_layers: dict[int, Linear]
+    num_host: Linear  # layers
+    any_host: dict[int, Linear]  # 1: a layer of the kind is updated on the host
+    any_layer: Linear  # 1: a layer of any kind is
+    slabs: Linear  # gradient slabs in use
+    embedding: Linear  # 1: updated on the host
+    head: Linear
+    streamed: dict[int, Linear]
+    num_streamed: Linear
+    slots: Linear
+    reloads: Linear  # streamed layers beyond the slots
+    any_reloads: Linear
+
+    def chosen(self, decisions: Decisions) -> dict[str, float]:
+        """The decision variables' values."""
+        values: dict[str, float] = {
+            self.embedding.name: int(decisions.host_embedding),
+            self.head.name: int(decisions.host_head),
+            self.slots.name: decisions.slots,
+        }
+        values |= {variable.name: decisions.levels.get(key, 0) for key, variable in self.levels.items()}
+        values |= {variable.name: decisions.host_layers.get(kind, 0) for kind, variable in self.host_layers.items()}
+        values |= {variable.name: decisions.streamed.get(kind, 0) for kind, variable in self.streamed.items()}
+        return values
+
+    def decisions(self, values: Mapping[str, float]) -> Decisions:
+        """The decisions in a solver's values, where 1 may come back as 0.9999999."""
+
+        def count(variable: Linear) -> int:
+            return round(values[variable.name])
+
+        streamed = {kind: count(variable) for kind, variable in self.streamed.items()}
+        return Decisions(
+            levels={key: count(variable) for key, variable in self.levels.items()},
+            host_layers={kind: count(variable) for kind, variable in self.host_layers.items()},
+            host_embedding=bool(count(self.embedding)),
+            host_head=bool(count(self.head)),
+            streamed=streamed,
+            slots=count(self.slots) if any(streamed.values()) else 0,
+        )
+
+
+def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
+    """A policy as counts."""
+    model = coefficients.model
+    levels: dict[tuple[int, SaveLevel], int] = {}
+    host_layers: dict[int, int] = {}
+    streamed: dict[int, int] = {}
+    for layer in model.layers:
+        kind = model.kind_of_block[layer]
+        key = (kind, policy.save_levels[layer - 1])
+        levels[key] = levels.get(key, 0) + 1
+        host_layers[kind] = host_layers.get(kind, 0) + (policy.optimizer_homes[layer] == "host")
+        streamed[kind] = streamed.get(kind, 0) + (policy.weight_homes[layer] == "host")
+    return Decisions(
+        levels=levels,
+        host_layers=host_layers,
+        host_embedding=policy.optimizer_homes[0] == "host",
+        host_head=policy.optimizer_homes[model.head] == "host",
+        streamed=streamed,
+        slots=len(place(model, coefficients.workload, policy).slots),
+    )
+
+
+def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
+    """Add the decisions, what ties them together, and the quantities that all rows share."""
+    model, kinds = c.model, c.kinds
+    share = 1 / model.num_layers
+    levels = {
+        (kind, a): mip.decide(f"level_{kind}_{a}", 0, len(layers)) for kind, layers in kinds.items() for a in c.levels
+    }
+    for kind, layers in kinds.items():
+        mip.equal(f"every layer of kind {kind} has a level", total(levels[kind, a] for a in c.levels), len(layers))
+
+    host_layers = {kind: mip.decide(f"host_layers_{kind}", 0, len(layers)) for kind, layers in kinds.items()}
+    num_host = total(host_layers.values())
+    any_host = {kind: mip.indicator(f"any_host_layer_{kind}") for kind in kinds}
+    for kind, count in host_layers.items():
+        mip.at_least(f"a layer of kind {kind} is updated on the host", any_host[kind], count * share)
+    any_layer = mip.indicator("any_host_layer")
+    mip.at_least("a layer is updated on the host", any_layer, num_host * share)
+    # One layer needs one slab or slot, more share them. Slabs are two: a third would only hide a slower link.
+    more_host = mip.indicator("two_host_layers")
+    mip.at_least("two layers are updated on the host", more_host, (num_host - 1) * share)
+    slabs = any_layer + (GRADIENT_SLABS - 1) * more_host
+    embedding, head = mip.decide("host_embedding", 0, 1), mip.decide("host_head", 0, 1)
+    if model.tied_embeddings:
+        mip.equal("tied embeddings have one optimizer", embedding, head)
+
+    streamed = {kind: mip.decide(f"streamed_{kind}", 0, len(layers)) for kind, layers in kinds.items()}
+    for kind in kinds:
+        mip.at_most(f"streamed layers of kind {kind} are updated on the host", streamed[kind], host_layers[kind])
+    num_streamed = total(streamed.values())
+    any_streams = mip.indicator("any_streams")
+    mip.at_least("a layer streams", any_streams, num_streamed * share)
+    more_stream = mip.indicator("two_stream")
+    mip.at_least("two layers stream", more_stream, (num_streamed - 1) * share)
+    slots = mip.decide("slots", 0, min(MAX_SLOTS, model.num_layers))
+    mip.at_most("streaming takes two slots", any_streams + more_stream, slots)
+    reloads = mip.quantity("reloads")
+    mip.at_least("layers that no slot holds at a turn", reloads, num_streamed - slots)
+    any_reloads = mip.indicator("any_reloads")
+    mip.at_least("a layer is loaded again", any_reloads, reloads * share)
+    return Variables(
+        levels,
+        host_layers,
+        num_host,
+        any_host,
+        any_layer,
+        slabs,
+        embedding,
+        head,
+        streamed,
+        num_streamed,
+        slots,
+        reloads,
+        any_reloads,
+    )
