@@ -1,0 +1,227 @@
+"""The search: outlines outside, the mixed-integer program inside, replays on top.
+
+Branch and bound over outlines. A closed-form bound orders them; the program gives each a tighter bound and the
+decisions that reach it, with a row that asks for better than the best replay so far, so that most end at once. The
+decisions are laid out and replayed, and so are their neighbours while their own bound says that they could win. The
+best replay wins. The search's bound is the least bound of all outlines, so it holds for every policy of every outline.
+
+Nothing depends on the clock unless a solve runs into its time limit, which the plan then says: replays are limited by
+the operations that they contain.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from planner.coefficients import Outline
+from planner.formulation import Formulation
+from planner.greedy import greedy
+from planner.layout import policies, swaps
+from planner.least_memory import TIERS, least_memory
+from planner.memory_rows import Budget
+from planner.neighbours import neighbours
+from planner.problem import Problem
+from planner.solve import solve
+from planner.variables import Decisions
+from simulator.policy import Policy
+from simulator.predict import StepFigures
+
+# Operations of all replays that only improve on what was found: about a second on one core.
+IMPROVEMENT_OPERATIONS = 8_000
+# Without a solver every outline costs a walk, so only the likeliest are tried.
+GREEDY_OUTLINES = 16
+MAX_TIGHTENINGS = 3
+SMALL_MODEL_LAYERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The winner of a search, and a bound on all others."""
+
+    policy: Policy
+    figures: StepFigures
+    bound_seconds: float
+
+
+@dataclass(slots=True)
+class Search:
+    """One search over `outlines`. `solver` False lets the greedy planner answer in the program's place.
+
+    `gap` is the solver's relative gap; what cannot beat the best replay by more than `tolerance` is left alone.
+    `only_device` leaves everything on the device: the search of the all-in-HBM baseline.
+    """
+
+    problem: Problem
+    outlines: list[Outline]
+    gap: float
+    tolerance: float
+    solver: bool
+    only_device: bool = False
+    best: tuple[Policy, StepFigures] | None = None
+    bounds: dict[Outline, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    # Outlines to solve, and decisions to replay, lowest bound first.
+    queue: list[tuple[float, int, Outline, Decisions | None]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
+    seen: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
+    queued: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
+    tightened: dict[Outline, int] = field(default_factory=dict)
+    spent: int = 0
+
+    def run(self) -> Found | None:
+        """The best replayed policy, or None where none fits."""
+        self.counts = dict.fromkeys(("outlines", "solves", "time limits", "tightened", "replays"), 0)
+        self.counts["outlines"] = len(self.outlines)
+        before = self.problem.num_replays
+        self._open()
+        self._branch()
+        if self.best is None and not self.only_device:
+            self._rescue()
+        if self.best is not None:
+            self._swap()
+        self.counts["replays"] = self.problem.num_replays - before
+        if self.best is None:
+            return None
+        policy, figures = self.best
+        return Found(policy, figures, min([figures.step_seconds, *self.bounds.values()]))
+
+    @property
+    def best_seconds(self) -> float:
+        return math.inf if self.best is None else self.best[1].step_seconds
+
+    def _push(self, bound: float, outline: Outline, decisions: Decisions | None) -> None:
+        heapq.heappush(self.queue, (bound, next(self.numbers), outline, decisions))
+
+    def _open(self) -> None:
+        """A good replay to begin with: of each micro-batch size the outline that takes least memory is solved first."""
+        for outline in self.outlines:
+            self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
+        order = sorted(self.outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
+        opened: dict[int, Outline] = {}
+        for outline in order if self.solver else ():
+            if outline.checkpoint_interval == 1 and max(outline.groups) == 1:
+                opened.setdefault(outline.micro_batch_rows, outline)
+        for outline in opened.values():
+            self._solve(outline)
+        while self.queue and self.best is None:
+            _, _, outline, decisions = heapq.heappop(self.queue)
+            if decisions is not None:
+                self._replay(outline, decisions)
+        others = [outline for outline in order if outline not in opened.values()]
+        for outline in others if self.solver else others[:GREEDY_OUTLINES]:
+            self._push(self.bounds[outline], outline, None)
+
+    def _branch(self) -> None:
+        """Solve outlines and replay decisions until no bound is below the best replay."""
+        while self.queue:
+            bound, _, outline, decisions = heapq.heappop(self.queue)
+            if bound >= self.best_seconds * (1 - self.tolerance):
+                break
+            if decisions is None:
+                self._solve(outline)
+            elif self.best is None or self.spent < IMPROVEMENT_OPERATIONS:
+                self._replay(outline, decisions)
+
+    def _solve(self, outline: Outline, over: Mapping[str, int] | None = None) -> None:
+        """Queue the program's decisions for an outline; `over` is what a replay of it took beyond the limits."""
+        short = {tier: round(1.02 * num_bytes) for tier, num_bytes in (over or {}).items()}
+        budget = self.problem.budget
+        budget = replace(
+            budget,
+            device_bytes=budget.device_bytes - short.get("device", 0),
+            host_bytes=budget.host_bytes - short.get("host", 0),
+        )
+        formulation = self._formulation(outline, budget)
+        decisions = self._decide(outline, formulation, keep_bound=not short)
+        if decisions is not None:
+            bound = formulation.mip.objective.value(formulation.evaluate(decisions))
+            self._push(max(bound, self.bounds[outline]), outline, decisions)
+
+    def _formulation(self, outline: Outline, budget: Budget) -> Formulation:
+        formulation = self.problem.formulation(outline, budget)
+        if self.only_device:
+            formulation.keep_on_device()
+        return formulation
+
+    def _decide(self, outline: Outline, formulation: Formulation, *, keep_bound: bool) -> Decisions | None:
+        self.counts["solves"] += 1
+        if not self.solver:
+            return greedy(formulation)
+        cutoff = self.best_seconds
+        if self.best is not None:
+            formulation.mip.at_most("faster than the best replay", formulation.step, cutoff)
+        solution = solve(formulation.mip, gap=self.gap)
+        self.counts["time limits"] += solution.timed_out
+        if keep_bound:
+            # Nothing below the cutoff, or nothing within the limits at all.
+            bound = cutoff if solution.status == "infeasible" else solution.bound - formulation.tie_break_seconds
+            self.bounds[outline] = max(self.bounds[outline], bound)
+        if solution.status == "solved":
+            return formulation.variables.decisions(solution.values)
+        return greedy(formulation) if solution.status == "no solution" else None
+
+    def _replay(self, outline: Outline, decisions: Decisions) -> None:
+        """Replay the layouts of decisions, then queue their neighbours that could win."""
+        if (outline, decisions.key()) in self.seen:
+            return
+        self.seen.add((outline, decisions.key()))
+        least_over: dict[str, int] | None = None
+        for policy in policies(self.problem.coefficients(outline), decisions):
+            over = self._try(policy)
+            if least_over is None or sum(over.values()) < sum(least_over.values()):
+                least_over = over
+        if least_over and self.tightened.get(outline, 0) < MAX_TIGHTENINGS:
+            self.tightened[outline] = self.tightened.get(outline, 0) + 1
+            self.counts["tightened"] += 1
+            self._solve(outline, least_over)
+        self._queue_neighbours(outline, decisions)
+
+    def _queue_neighbours(self, outline: Outline, decisions: Decisions) -> None:
+        formulation = self._formulation(outline, self.problem.budget)
+        moves = list(neighbours(formulation.coefficients, decisions))
+        if self.problem.model.num_layers <= SMALL_MODEL_LAYERS:
+            # Few enough for two moves at once: one often has to make room for the other.
+            moves += [second for first in moves for second in neighbours(formulation.coefficients, first)]
+        for other in moves:
+            key = (outline, other.key())
+            if key in self.seen or key in self.queued:
+                continue
+            self.queued.add(key)
+            values = formulation.evaluate(other)
+            if formulation.step.value(values) < self.best_seconds and formulation.fits(values):
+                # With its tie-breaks: of equals those that do least on the host come first.
+                self._push(formulation.mip.objective.value(values), outline, other)
+
+    def _try(self, policy: Policy) -> dict[str, int]:
+        """Replay a policy and keep it if it is the best; returns what it takes beyond the limits."""
+        before = self.problem.replayed_operations
+        figures = self.problem.figures(policy)
+        if self.best is not None:
+            self.spent += self.problem.replayed_operations - before
+        over = self.problem.excess_bytes(figures)
+        if not over and figures.step_seconds < self.best_seconds:
+            self.best = (policy, figures)
+        return over
+
+    def _rescue(self) -> None:
+        """Where memory is so tight that no solution's replay fits, the policy that takes least may."""
+        for tier in TIERS:
+            least = least_memory(self.problem, tier, solver=self.solver)
+            if least is not None and least.peak_bytes <= 1.01 * self.problem.limits.bytes_of(tier):
+                self._try(least.policy)
+
+    def _swap(self) -> None:
+        """Exchange what two layers do while that helps: layouts are good guesses, not proven ones."""
+        improved = True
+        while improved and self.best is not None:
+            seconds = self.best_seconds
+            for policy in swaps(self.problem.model, self.best[0]):
+                if self.spent >= IMPROVEMENT_OPERATIONS or self._lowest_bound() >= seconds * (1 - self.tolerance):
+                    return
+                self._try(policy)
+            improved = self.best_seconds < seconds
+
+    def _lowest_bound(self) -> float:
+        return min(self.bounds.values())

@@ -1,0 +1,119 @@
+"""Layouts: which layers take what, once the program has decided how many.
+
+Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive.
+Host optimizers lie at the top, where an update has most time before its layer's next forward. Streamed layers lie
+evenly among the host-updated ones, at their top or at their bottom: which is best, the replay tells.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Literal, TypeVar
+
+from planner.coefficients import Coefficients, base_policy
+from planner.variables import Decisions
+from simulator.model import ModelSpec
+from simulator.policy import Policy, SaveLevel
+
+Value = TypeVar("Value")
+
+Streams = Literal["spread", "top", "bottom"]
+
+
+def policies(coefficients: Coefficients, decisions: Decisions) -> list[Policy]:
+    """The policies of a solution, the likeliest first: one if all or none of the host-updated layers stream."""
+    ways: list[Streams] = ["spread", "top", "bottom"]
+    found = []
+    for way in ways:
+        policy = lay_out(coefficients, decisions, way)
+        if policy not in found:
+            found.append(policy)
+    return found
+
+
+def lay_out(coefficients: Coefficients, decisions: Decisions, streams: Streams = "spread") -> Policy:
+    """One policy with the counts of a solution."""
+    c = coefficients
+    host = {0} if decisions.host_embedding else set()
+    host |= {c.model.head} if decisions.host_head else set()
+    streamed: set[int] = set()
+    for kind, layers in c.kinds.items():
+        on_host = layers[len(layers) - decisions.host_layers.get(kind, 0) :]
+        host |= set(on_host)
+        streamed |= set(_CHOICES[streams](on_host, decisions.streamed.get(kind, 0)))
+    return base_policy(
+        c.model,
+        c.workload,
+        c.outline,
+        host=frozenset(host),
+        streamed=frozenset(streamed),
+        levels=_levels(c, decisions),
+        prefetch_depth=max(1, decisions.slots - 1),
+    )
+
+
+def _levels(c: Coefficients, decisions: Decisions) -> dict[int, SaveLevel]:
+    found: dict[int, SaveLevel] = {}
+    for kind, layers in c.kinds.items():
+        ordered = sorted(c.levels, key=lambda level: -c.level_costs[kind, level].backward_transient_bytes)
+        in_order = [level for level in ordered for _ in range(decisions.levels.get((kind, level), 0))]
+        found |= dict(zip(layers, in_order, strict=True))
+    return found if len(c.kinds) == 1 else _with_lower_peak(c, found)
+
+
+def _with_lower_peak(c: Coefficients, levels: dict[int, SaveLevel]) -> dict[int, SaveLevel]:
+    """Where kinds alternate, each kind's own order is not the best: exchange levels while that lowers the peak."""
+    peak = _passing_peak(c, levels)
+    pairs = [pair for layers in c.kinds.values() for pair in combinations(layers, 2)]
+    improved = True
+    while improved:
+        improved = False
+        for one, other in pairs:
+            exchanged = {**levels, one: levels[other], other: levels[one]}
+            lower = _passing_peak(c, exchanged)
+            if lower < peak:
+                levels, peak, improved = exchanged, lower, True
+    return levels
+
+
+def _passing_peak(c: Coefficients, levels: dict[int, SaveLevel]) -> int:
+    """Bytes at the worst backward, but for what all layouts share."""
+    alive = peak = 0
+    for layer in c.model.layers:
+        costs = c.level_costs[c.model.kind_of_block[layer], levels[layer]]
+        alive += max(c.outline.groups) * (c.hidden_bytes + costs.kept_bytes)
+        peak = max(peak, alive + costs.backward_transient_bytes)
+    return peak
+
+
+def _spread(layers: list[int], count: int) -> list[int]:
+    # The k-th of n lies at the middle of the k-th n-th part.
+    return [layers[(2 * k + 1) * len(layers) // (2 * count)] for k in range(count)]
+
+
+_CHOICES: dict[Streams, Callable[[list[int], int], list[int]]] = {
+    "spread": _spread,
+    "top": lambda layers, count: layers[len(layers) - count :],
+    "bottom": lambda layers, count: layers[:count],
+}
+
+
+def swaps(model: ModelSpec, policy: Policy) -> Iterator[Policy]:
+    """Policies in which two layers exchange their save level, or all homes, or only whether they stream."""
+    for lower, upper in combinations(model.layers, 2):
+        levels = _exchanged(policy.save_levels, lower - 1, upper - 1)
+        weights = _exchanged(policy.weight_homes, lower, upper)
+        optimizers = _exchanged(policy.optimizer_homes, lower, upper)
+        gradients = _exchanged(policy.gradient_homes, lower, upper)
+        homes = {"weight_homes": weights, "optimizer_homes": optimizers, "gradient_homes": gradients}
+        if levels != policy.save_levels:
+            yield policy.model_copy(update={"save_levels": levels})
+        if optimizers != policy.optimizer_homes:
+            yield policy.model_copy(update=homes)
+        elif weights != policy.weight_homes:
+            yield policy.model_copy(update={"weight_homes": weights})
+
+
+def _exchanged(values: tuple[Value, ...], one: int, other: int) -> tuple[Value, ...]:
+    exchanged = list(values)
+    exchanged[one], exchanged[other] = values[other], values[one]
+    return tuple(exchanged)

@@ -1,0 +1,84 @@
+"""Neighbours: decisions that differ from others in one or two counts. The search improves replays with them, and the
+greedy planner finds its answer by nothing else."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import permutations
+from typing import TypeVar
+
+from planner.coefficients import Coefficients
+from planner.variables import MAX_SLOTS, Decisions
+
+Key = TypeVar("Key")
+
+
+def neighbours(c: Coefficients, decisions: Decisions, *, strides: tuple[int, ...] = (1,)) -> Iterator[Decisions]:
+    """Decisions one move away; a count moves by one of the strides. Limits of memory are not looked at."""
+    for stride in strides:
+        yield from _level_moves(c, decisions, stride)
+        yield from _home_moves(c, decisions, stride)
+    yield from _kind_moves(c, decisions)
+    yield from _edge_moves(c, decisions)
+    if decisions.slots:
+        for slots in (decisions.slots - 1, decisions.slots + 1):
+            if min(2, c.model.num_layers) <= slots <= min(MAX_SLOTS, c.model.num_layers):
+                yield replace(decisions, slots=slots)
+
+
+def _level_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator[Decisions]:
+    for kind in c.kinds:
+        for source in c.levels:
+            count = min(stride, decisions.levels.get((kind, source), 0))
+            if not count:
+                continue
+            for target in c.levels:
+                if target != source:
+                    levels = _moved(_moved(decisions.levels, (kind, source), -count), (kind, target), count)
+                    yield replace(decisions, levels=levels)
+
+
+def _home_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator[Decisions]:
+    for kind, layers in c.kinds.items():
+        host, streamed = decisions.host_layers.get(kind, 0), decisions.streamed.get(kind, 0)
+        for new_host, new_streamed in (
+            (host + stride, streamed),
+            (host + stride, streamed + stride),
+            (host - stride, streamed),
+            (host - stride, streamed - stride),
+            (host, streamed + stride),
+            (host, streamed - stride),
+        ):
+            new_host = max(0, min(new_host, len(layers)))
+            new_streamed = max(0, min(new_streamed, new_host))
+            if (new_host, new_streamed) == (host, streamed):
+                continue
+            all_streamed = {**decisions.streamed, kind: new_streamed}
+            slots = max(decisions.slots, min(2, sum(all_streamed.values()))) if any(all_streamed.values()) else 0
+            host_layers = {**decisions.host_layers, kind: new_host}
+            yield replace(decisions, host_layers=host_layers, streamed=all_streamed, slots=slots)
+
+
+def _kind_moves(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
+    """A host optimizer, streamed or not, goes from one kind of layer to another."""
+    for source, target in permutations(c.kinds, 2):
+        host, streamed = decisions.host_layers, decisions.streamed
+        if not host.get(source, 0) or host.get(target, 0) == len(c.kinds[target]):
+            continue
+        moved = replace(decisions, host_layers=_moved(_moved(host, source, -1), target, 1))
+        if streamed.get(source, 0) < host[source]:
+            yield moved
+        if streamed.get(source, 0):
+            yield replace(moved, streamed=_moved(_moved(streamed, source, -1), target, 1))
+
+
+def _edge_moves(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
+    embedding, head = decisions.host_embedding, decisions.host_head
+    if c.model.tied_embeddings:
+        yield replace(decisions, host_embedding=not embedding, host_head=not head)
+    else:
+        yield replace(decisions, host_embedding=not embedding)
+        yield replace(decisions, host_head=not head)
+
+
+def _moved(counts: Mapping[Key, int], key: Key, change: int) -> dict[Key, int]:
+    return {**counts, key: counts.get(key, 0) + change}

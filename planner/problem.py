@@ -1,0 +1,80 @@
+"""Problem: one planning task, with the coefficients, budgets and replays that its parts share."""
+
+from planner.coefficients import Coefficients, CoefficientTable, Outline
+from planner.formulation import Formulation
+from planner.memory_rows import Budget
+from planner.plan import Limits
+from simulator.costs import OperationCosts, Pricing
+from simulator.hardware import HardwareProfile
+from simulator.model import ModelSpec
+from simulator.policy import Policy, Workload
+from simulator.predict import Prediction, StepFigures, largest_tensor_bytes, predict
+
+
+class Problem:
+    """What to plan. Policies are replayed once; `replayed_operations` counts what the replays cost."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        hardware: HardwareProfile,
+        limits: Limits,
+        costs: OperationCosts | None = None,
+    ) -> None:
+        self.model, self.workload, self.hardware, self.limits, self.costs = model, workload, hardware, limits, costs
+        self._table = CoefficientTable(model, workload, self._prices)
+        self._figures: dict[Policy, StepFigures] = {}
+        self.replayed_operations = 0
+
+    def with_limits(self, limits: Limits) -> "Problem":
+        """The same problem with other limits."""
+        return Problem(self.model, self.workload, self.hardware, limits, self.costs)
+
+    def with_workload(self, workload: Workload) -> "Problem":
+        """The same problem with another workload."""
+        return Problem(self.model, workload, self.hardware, self.limits, self.costs)
+
+    def _prices(self, policy: Policy) -> Pricing:
+        return Pricing(self.model, self.workload, policy, self.hardware, self.costs)
+
+    @property
+    def num_replays(self) -> int:
+        return len(self._figures)
+
+    @property
+    def budget(self) -> Budget:
+        """The limits, and what a process takes before its first buffer."""
+        return Budget(
+            device_bytes=self.limits.device_memory_bytes,
+            host_bytes=self.limits.host_memory_bytes,
+            context_bytes=round(self.hardware.context_bytes.value),
+            host_base_bytes=round(self.hardware.host_base_bytes.value) + largest_tensor_bytes(self.model),
+            shared_memory=self.hardware.shared_memory,
+        )
+
+    def coefficients(self, outline: Outline) -> Coefficients:
+        return self._table.of(outline)
+
+    def formulation(self, outline: Outline, budget: Budget | None = None) -> Formulation:
+        return Formulation(self.coefficients(outline), budget or self.budget)
+
+    def figures(self, policy: Policy) -> StepFigures:
+        """What the policy's replay finds."""
+        if policy not in self._figures:
+            self._figures[policy] = self.predict(policy).figures
+        return self._figures[policy]
+
+    def predict(self, policy: Policy) -> Prediction:
+        """The policy's replay, with its timeline and program."""
+        prediction = predict(self.model, self.workload, policy, self.hardware, self.costs)
+        self.replayed_operations += len(prediction.program.steady)
+        return prediction
+
+    def excess_bytes(self, figures: StepFigures) -> dict[str, int]:
+        """By how much a policy is over each limit; empty where it fits."""
+        over = {
+            "device": figures.device_peak_bytes - self.limits.device_memory_bytes,
+            "host": figures.host_peak_bytes - self.limits.host_memory_bytes,
+        }
+        return {tier: num_bytes for tier, num_bytes in over.items() if num_bytes > 0}

@@ -1,0 +1,100 @@
+"""plan(): the one call that finds a policy, its bound and its rivals, and says why where nothing fits."""
+
+import time
+
+from planner.baselines import baselines
+from planner.branch import Search
+from planner.infeasible import explain_infeasible
+from planner.outlines import outlines
+from planner.plan import Baseline, Bound, Limits, Plan, SolverReport, plan_inputs
+from planner.problem import Problem
+from planner.solve import TIME_LIMIT_SECONDS, solver_version
+from simulator.costs import OperationCosts, operation_key
+from simulator.hardware import HardwareProfile
+from simulator.model import ModelSpec
+from simulator.policy import Policy, Workload
+from simulator.predict import Prediction
+
+# Below what prices can tell: the solver may stop at a gap of this, the search where it could win no more than this.
+GAP = 1e-3
+GREEDY = "greedy"
+
+
+def default_limits(hardware: HardwareProfile) -> Limits:
+    """All of the machine's memory, and no NVMe."""
+    return Limits(
+        device_memory_bytes=hardware.device.memory_bytes,
+        host_memory_bytes=hardware.host.memory_bytes,
+    )
+
+
+def plan(
+    model: ModelSpec,
+    workload: Workload,
+    hardware: HardwareProfile,
+    limits: Limits | None = None,
+    costs: OperationCosts | None = None,
+    *,
+    model_path: str = "",
+    gap: float = GAP,
+    with_baselines: bool = True,
+) -> Plan:
+    """The best policy that the search finds for a workload on a machine, with its prediction and bound.
+
+    `limits` default to the machine's memory. Raises InfeasiblePlan naming the binding resource, the bytes short and
+    changes that would make it fit. Where no solver can be loaded the greedy planner answers, and `solver` says so.
+    """
+    started = time.perf_counter()
+    problem = Problem(model, workload, hardware, limits or default_limits(hardware), costs)
+    version = solver_version()
+    search = Search(problem, outlines(model, workload), gap=gap, tolerance=gap, solver=version is not None)
+    found = search.run()
+    if found is None:
+        raise explain_infeasible(problem, solver=version is not None)
+    searched = time.perf_counter()
+    rivals: dict[str, Baseline] = baselines(problem, solver=version is not None) if with_baselines else {}
+    prediction = problem.predict(found.policy)
+    step_seconds = prediction.figures.step_seconds
+    return Plan(
+        inputs=plan_inputs(model, workload, hardware, problem.limits, costs, model_path=model_path),
+        policy=found.policy,
+        prediction=prediction.figures,
+        bound=Bound(step_seconds=found.bound_seconds, gap=max(0.0, 1 - found.bound_seconds / step_seconds)),
+        baselines=rivals,
+        solver=_report(version, gap, search.counts),
+        busy_seconds=prediction.timeline.busy_seconds(),
+        price_shares=price_shares(problem, found.policy, prediction),
+        model=model,
+        hardware=hardware,
+        costs=costs,
+        timings={"search_seconds": searched - started, "baselines_seconds": time.perf_counter() - searched},
+    ).hashed()
+
+
+def _report(version: str | None, gap: float, counts: dict[str, int]) -> SolverReport:
+    if version is None:
+        return SolverReport(
+            name=GREEDY,
+            status="no solver could be loaded: found by the greedy planner; the bound is that of compute alone",
+            gap=gap,
+            counts=counts,
+        )
+    status = "every program was solved within the gap"
+    if counts["time limits"]:
+        status = (
+            f"{counts['time limits']} of {counts['solves']} programs ran into the time limit of "
+            f"{TIME_LIMIT_SECONDS:g} s: another run may give another plan"
+        )
+    name, _, number = version.partition(" ")
+    return SolverReport(name=name, version=number, status=status, gap=gap, counts=counts)
+
+
+def price_shares(problem: Problem, policy: Policy, prediction: Prediction) -> dict[str, float]:
+    """Share of a step's busy seconds by where the price of an operation came from."""
+    seconds = dict.fromkeys(("measured", "interpolated", "roofline"), 0.0)
+    operations = {operation.name: operation for operation in prediction.program.steady}
+    for span in prediction.timeline.spans:
+        key = operation_key(operations[span.name], problem.model, problem.workload, policy)
+        seconds[prediction.origins[key]] += span.end - span.start
+    busy = sum(seconds.values())
+    return {origin: value / busy for origin, value in seconds.items()} if busy else seconds
