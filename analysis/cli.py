@@ -5,6 +5,7 @@ library is imported, so that --help is instant and works where torch does not.
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,11 +27,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        if hasattr(commands, command.name):
-            subparser = subparsers.add_parser(
-                command.name, help=command.summary, description=f"{command.summary.capitalize()}.", allow_abbrev=False
-            )
-            command.add_options(subparser)
+        subparser = subparsers.add_parser(
+            command.name, help=command.summary, description=f"{command.summary.capitalize()}.", allow_abbrev=False
+        )
+        command.add_options(subparser)
     return parser
 
 
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from simulator.errors import ConveyorError
 
+    # Read when torch is imported. Threads that spin at a barrier make a busy machine ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with interrupt_once():
             arguments = parse(sys.argv[1:] if argv is None else argv)

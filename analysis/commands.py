@@ -1,6 +1,12 @@
 """One function a command: arguments in, exit code out. Each imports what it needs when it is called."""
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from executor.config import TrainConfig
+    from planner.plan import Plan
+    from simulator.model import ModelSpec
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -10,3 +16,191 @@ def doctor(arguments: argparse.Namespace) -> int:
     checks = check_machine()
     print_checks(checks)
     return 1 if any(check.verdict == "blocker" for check in checks) else 0
+
+
+def probe(arguments: argparse.Namespace) -> int:
+    """Measure this machine and write its profile."""
+    from simulator.hardware_table import describe
+    from simulator.probe import probe as run_probe
+
+    profile = run_probe(arguments.output)
+    print(describe(profile))
+    print(f"written to {arguments.output}")
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Time operations of a model on this machine and write their costs."""
+    import torch
+
+    from executor.measure import measure as run_measure
+    from simulator.hardware import load_hardware
+    from simulator.model import read_model_config
+    from simulator.policy import Workload
+    from simulator.schema import validated
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    workload = validated(
+        Workload,
+        sequence_length=arguments.sequence_length,
+        tokens_per_step=arguments.sequence_length,
+        precision=arguments.precision,
+        gradient_format=arguments.gradient_format,
+        compiled=device.type == "cuda" if arguments.compiled is None else arguments.compiled,
+    )
+    costs = run_measure(
+        read_model_config(arguments.model), load_hardware(arguments.hardware), workload,
+        micro_batch_rows=arguments.micro_batch_rows, device=device, report=print,
+    )  # fmt: skip
+    costs.save(arguments.output)
+    print(f"{len(costs.entries)} operations written to {arguments.output}")
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Plan a run and print, or write, what was found."""
+    from planner.calibrate import fold_runs, load_run
+    from planner.explain import plan_table
+    from planner.plan import Limits
+    from planner.search import plan as run_plan
+    from simulator.costs import OperationCosts
+    from simulator.hardware import load_hardware
+    from simulator.model import load_model_spec
+    from simulator.policy import Workload
+    from simulator.schema import validated
+
+    hardware = load_hardware(arguments.hardware)
+    model = load_model_spec(arguments.model)
+    compiled = hardware.device.kind == "cuda" if arguments.compiled is None else arguments.compiled
+    workload = validated(
+        Workload,
+        sequence_length=arguments.sequence_length,
+        tokens_per_step=arguments.tokens_per_step,
+        micro_batch_rows=arguments.micro_batch_rows,
+        precision=arguments.precision,
+        gradient_format=arguments.gradient_format,
+        state_format="fp32" if arguments.state_format == "auto" else arguments.state_format,
+        clipping=arguments.clipping,
+        compiled=compiled,
+    )
+    costs = OperationCosts.load(arguments.costs) if arguments.costs else None
+    if arguments.calibrate:
+        costs = fold_runs([load_run(run) for run in arguments.calibrate], costs)
+    limits = Limits(
+        device_memory_bytes=min(arguments.device_memory or hardware.device.memory_bytes, hardware.device.memory_bytes),
+        host_memory_bytes=min(arguments.host_memory or hardware.host.memory_bytes, hardware.host.memory_bytes),
+        nvme_memory_bytes=arguments.nvme_memory,
+    )
+    found = run_plan(model, workload, hardware, limits, costs, model_path=arguments.model)
+    if arguments.output:
+        found.save(arguments.output)
+    if arguments.json:
+        print(found.model_dump_json(indent=1))
+        return 0
+    print(plan_table(found))
+    if arguments.output:
+        print(f"written to {arguments.output}")
+    return 0
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    """Replay a plan, on its own machine or another, and print what it does."""
+    import json
+    from pathlib import Path
+
+    from planner.plan import Plan
+    from simulator.hardware import load_hardware
+    from simulator.timeline import chrome_trace
+    from simulator.units import format_bytes, format_seconds
+
+    planned = Plan.load(arguments.plan)
+    prediction = planned.replay(load_hardware(arguments.hardware) if arguments.hardware else None)
+    figures, timeline = prediction.figures, prediction.timeline
+    print(f"step time    {format_seconds(figures.step_seconds)}")
+    print(f"TFLOPS       {figures.tflops:.4g} (6 N T), {figures.tflops_with_attention:.4g} with attention")
+    print(f"tokens/s     {figures.tokens_per_second:.5g}")
+    print(f"device peak  {format_bytes(figures.device_peak_bytes)}")
+    print(f"host peak    {format_bytes(figures.host_peak_bytes)}")
+    print("the step, by what compute does or waits for:")
+    for reason, seconds in sorted(figures.breakdown_seconds.items(), key=lambda item: -item[1]):
+        print(f"  {reason:30}{format_seconds(seconds):>10}  {seconds / figures.step_seconds:6.1%}")
+    print("busy, by resource:")
+    for resource, seconds in sorted(timeline.busy_seconds().items(), key=lambda item: -item[1]):
+        print(f"  {resource:30}{format_seconds(seconds):>10}  {seconds / figures.step_seconds:6.1%}")
+    if arguments.trace:
+        Path(arguments.trace).write_text(json.dumps(chrome_trace({"predicted": timeline})), encoding="utf-8")
+        print(f"trace written to {arguments.trace}")
+    return 0
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train by a plan: the one given, or one made first."""
+    from executor.config import load_config, resolved_yaml
+    from executor.launch import launch
+    from planner.explain import plan_table
+    from planner.plan import Plan
+    from simulator.errors import InputError
+    from simulator.model import model_spec, read_model_config
+
+    settings = {
+        key: value
+        for key, value in (
+            ("plan", arguments.plan),
+            ("data", arguments.data),
+            ("output", arguments.output),
+            ("max_steps", arguments.steps),
+        )
+        if value is not None
+    }
+    config = load_config(arguments.config, arguments.overrides, settings=settings)
+    given = Plan.load(config.plan) if config.plan else None
+    path = config.model or (given.inputs.model.path if given is not None else None)
+    if not path:
+        raise InputError("model: not set, and the plan does not say where its model lies")
+    config = config.model_copy(update={"model": path})
+    if arguments.dry_run:
+        print(resolved_yaml(config), end="")
+        return 0
+    model_config = read_model_config(path)
+    model = model_spec(model_config)
+    planned = given or _plan_for(config, model)
+    print(plan_table(planned))
+    launch(config, planned, model_config, model)
+    print(f"run directory: {config.output}; draw it with: conveyor plot {config.output}")
+    return 0
+
+
+def _plan_for(config: "TrainConfig", model: "ModelSpec") -> "Plan":
+    """Plan a run that came without a plan, for the hardware it names or for this machine."""
+    from pathlib import Path
+
+    from planner.plan import Limits
+    from planner.search import plan as run_plan
+    from simulator.costs import OperationCosts
+    from simulator.hardware import load_hardware
+    from simulator.probe import probe as run_probe
+
+    if config.hardware:
+        hardware = load_hardware(config.hardware)
+    else:
+        print("no hardware profile is named: probing this machine")
+        Path(config.output).mkdir(parents=True, exist_ok=True)
+        hardware = run_probe(Path(config.output) / "hardware.json")
+    compiled = hardware.device.kind == "cuda" if config.compiled == "auto" else config.compiled
+    limits = Limits(
+        device_memory_bytes=min(config.device_memory or hardware.device.memory_bytes, hardware.device.memory_bytes),
+        host_memory_bytes=min(config.host_memory or hardware.host.memory_bytes, hardware.host.memory_bytes),
+        nvme_memory_bytes=config.nvme_memory,
+    )
+    costs = OperationCosts.load(config.costs) if config.costs else None
+    return run_plan(model, config.workload(compiled=compiled), hardware, limits, costs, model_path=str(config.model))
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    """Draw runs and results files into figures and one page."""
+    from analysis.report import plot as draw
+
+    written = draw(arguments.runs, arguments.output)
+    for path in written:
+        print(path)
+    return 0

@@ -43,6 +43,7 @@ def _measure(parser: argparse.ArgumentParser) -> None:
         "--micro-batch-rows", metavar="N", type=count, nargs="+", required=True, help="micro-batch sizes to time"
     )
     _numbers(parser)
+    parser.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
     parser.add_argument("--output", metavar="FILE", default="costs.json", help="costs to write [%(default)s]")
 
 

@@ -7,7 +7,7 @@
 
 Every operation is rounded on its own: no fused multiply-add, IEEE division and square root, denormals kept. It is
 Loshchilov and Hutter's AdamW (arXiv 1711.05101) as torch.optim.AdamW orders it. The master is fp32 in bf16 and fp32
-runs (in bf16 runs split in two planes, see executor/planes.py) and fp64 in fp64 runs; `Real` below is that precision.
+runs (in bf16 runs split in two planes, see executor/planes.py) and fp64 in fp64 runs; moments have its precision.
 
 What depends on the data comes as five numbers, `scalars`, of the master's precision:
 

@@ -51,7 +51,11 @@ def _backend(budget: float) -> Callable[..., Any]:
     def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
         from torch._inductor.compile_fx import compile_fx  # seconds to import, and eager runs do without
 
-        with torch._functorch.config.patch(activation_memory_budget=budget):
+        from executor.recompute_cost import RecomputeCost
+
+        with torch._functorch.config.patch(
+            activation_memory_budget=budget, activation_memory_budget_runtime_estimator=RecomputeCost()
+        ):
             # As config_patches, the options also reach the backward, which is compiled when it first runs, in
             # autograd's thread.
             return compile_fx(graph, example_inputs, config_patches=INDUCTOR_OPTIONS)

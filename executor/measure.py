@@ -42,15 +42,14 @@ def shallow(config: dict[str, Any], num_layers: int = NUM_LAYERS) -> dict[str, A
 def measure(
     config: dict[str, Any],
     hardware: HardwareProfile,
-    *,
-    sequence_length: int,
-    micro_batch_rows: Sequence[int],
     workload: Workload,
+    *,
+    micro_batch_rows: Sequence[int],
     device: torch.device,
     levels: Sequence[SaveLevel] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> OperationCosts:
-    """Costs of every operation kind at each micro-batch size and save level, formats as in `workload`.
+    """Costs of every operation kind at each micro-batch size and save level; sequences and formats of `workload`.
 
     Raises InputError for a model that cannot be built and OutOfMemory where not even the shallow model fits.
     """
@@ -61,10 +60,8 @@ def measure(
     beside_copies: list[float] = []
     warm = device.type != "cuda"
     for rows in micro_batch_rows:
-        tokens = rows * sequence_length * MICRO_BATCHES
-        here = workload.model_copy(
-            update={"sequence_length": sequence_length, "tokens_per_step": tokens, "micro_batch_rows": rows}
-        )
+        tokens = rows * workload.sequence_length * MICRO_BATCHES
+        here = workload.model_copy(update={"tokens_per_step": tokens, "micro_batch_rows": rows})
         for policy in _policies(model, here, levels, rows):
             started = time.perf_counter()
             trainer = _trainer(cut, model, here, policy, device)

@@ -34,6 +34,7 @@ class StepResult:
     gradient_norm: float
     clip_factor: float
     num_targets: int
+    num_tokens: int  # real tokens, padding left out
 
     @property
     def applied(self) -> bool:
@@ -78,7 +79,7 @@ class Trainer:
         )
         self.steps_done = 0
         self.pending = False  # whether a step was launched since the last drain
-        self._targets: dict[int, int] = {}
+        self._batches: dict[int, tuple[int, int]] = {}  # targets and tokens of steps whose report is not read yet
 
     def start(self, *, steps_done: int = 0, steps_applied: int = 0) -> None:
         """Begin, or go on, from the state in `memory.states()`."""
@@ -95,12 +96,12 @@ class Trainer:
 
         A batch of fewer rows is filled up with rows without targets; losses are weighted by the step's targets.
         """
-        before = self.steps_done - 1 if self._targets else None
+        before = self.steps_done - 1 if self._batches else None
         self._fill(batch)
         self.operations.parity = self.steps_done % 2
         self.runner.run(self.program.steady if self.pending else self.program.first, record=record)
         self.pending = True
-        self._targets[self.steps_done] = batch.num_targets
+        self._batches[self.steps_done] = (batch.num_targets, batch.num_tokens)
         self.steps_done += 1
         return self._result(before) if before is not None else None
 
@@ -117,8 +118,8 @@ class Trainer:
     def _result(self, step: int) -> StepResult:
         self.runner.finish_report(self.steps_done - 1 - step)
         loss_sum, norm = self.memory.report[step % 2].tolist()
-        targets = self._targets.pop(step)
-        return StepResult(step, loss_sum / targets, norm, self._clip_factor(norm), targets)
+        targets, tokens = self._batches.pop(step)
+        return StepResult(step, loss_sum / targets, norm, self._clip_factor(norm), targets, tokens)
 
     def _clip_factor(self, norm: float) -> float:
         if norm != norm or norm == float("inf"):
@@ -133,7 +134,7 @@ class Trainer:
             self.runner.run(self.program.drain)
         self.pending = False
         self.runner.synchronize()
-        return self._result(self.steps_done - 1) if self._targets else None
+        return self._result(self.steps_done - 1) if self._batches else None
 
     def steps_applied(self) -> int:
         """Steps whose update was applied: fewer than `steps_done` where gradients were not finite. Drains."""

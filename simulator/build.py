@@ -265,6 +265,7 @@ def _updates(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator
 
 
 def _drain(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
+    """Pending updates, and what they changed back in its resident place: evaluating and a `first` step read it."""
     yield from _updates(model, policy, placement)
     yield from (_load_resident(block) for block in range(model.num_blocks) if _returns(policy, block))
 

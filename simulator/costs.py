@@ -11,6 +11,7 @@ import numpy
 import pydantic
 
 from simulator import formulas
+from simulator.errors import InputError
 from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
 from simulator.hardware import HardwareProfile, LinkDirection
 from simulator.model import ModelSpec
@@ -26,7 +27,7 @@ RECOMPUTED_SHARE: dict[str, float] = {
     "budget_50": 0.15,
     "budget_30": 0.42,
     "budget_10": 0.64,
-    "input": 0.9,
+    "input": 0.74,
 }
 # Share of the bytes that level "keep" keeps, beside the layer's input: same measurement.
 KEPT_SHARE: dict[str, float] = {
@@ -80,11 +81,13 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
 
     What depends on tokens ends in `{rows}x{sequence_length}`.
     """
+    tokens = f"{policy.micro_batch_rows}x{workload.sequence_length}"
+    if operation.kind is Kind.LOAD_BATCH:
+        return f"{operation.kind.value}.{tokens}"
     if operation.block < 0:
         return operation.kind.value
     block = model.block(operation.block)
     parts = [operation.kind.value, block.kind, block.variant]
-    tokens = f"{policy.micro_batch_rows}x{workload.sequence_length}"
     if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
         return ".".join([*parts, *([operation.level] if operation.level else []), tokens])
     if operation.kind is Kind.RECOMPUTE:
@@ -99,7 +102,10 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
 
 
 class Pricing:
-    """Prices of the operations and buffers of one model, workload and policy on one machine."""
+    """Prices of the operations and buffers of one model, workload and policy on one machine.
+
+    Raises InputError for costs that were measured for another layer shape, precision or form of execution.
+    """
 
     def __init__(
         self,
@@ -109,6 +115,8 @@ class Pricing:
         hardware: HardwareProfile,
         costs: OperationCosts | None = None,
     ) -> None:
+        if costs is not None:
+            _check_costs(costs, model, workload)
         self.model, self.workload, self.policy, self.hardware = model, workload, policy, hardware
         self.entries = dict(costs.entries) if costs is not None else {}
         self.compute_beside_copies = costs.compute_beside_copies if costs is not None else 1.0
@@ -139,10 +147,13 @@ class Pricing:
     def sharing(self) -> Sharing:
         """How operations slow each other on this machine."""
         link = self.hardware.link
-        alone = max(point.bytes_per_second.value for point in link.points)
+        duplex = []
+        for direction, both in (("h2d", link.duplex.h2d), ("d2h", link.duplex.d2h)):
+            rates = [point.bytes_per_second.value for point in link.points if point.direction == direction]
+            duplex.append(both.value / max(rates))
         return Sharing(
             inline=self.hardware.execution == "inline",
-            duplex=min(link.duplex.h2d.value, link.duplex.d2h.value) / alone,
+            duplex=min(duplex),
             dram_bytes_per_second=self.hardware.host_dram_bytes_per_second.value,
             compute_beside_copies=self.compute_beside_copies,
         )
@@ -315,6 +326,20 @@ class Pricing:
                 return float(elements * (2 * (state_bytes(precision, self.policy.state_format) + weight) + completed))
             case _:
                 return 0.0
+
+
+def _check_costs(costs: OperationCosts, model: ModelSpec, workload: Workload) -> None:
+    for what, measured, wanted in (
+        ("layer shape", costs.shape, shape_hash(model)),
+        ("precision", costs.precision, workload.precision),
+        ("execution", _execution(costs.compiled), _execution(workload.compiled)),
+    ):
+        if measured != wanted:
+            raise InputError(f"costs: measured for {what} {measured}, this run has {wanted}; measure again")
+
+
+def _execution(compiled: bool) -> str:
+    return "compiled" if compiled else "eager"
 
 
 assert set(RECOMPUTED_SHARE) == set(KEPT_SHARE) == set(SAVE_LEVELS)

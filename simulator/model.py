@@ -6,6 +6,7 @@ the head (final norm and, unless tied, the output projection).
 
 import json
 import math
+import textwrap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,15 @@ BlockKind = Literal["embedding", "layer", "head"]
 
 # Families whose whole-model terms (scales, caps, masks) the executor's template covers, each with a test.
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 
 
 class TensorSpec(Schema):
@@ -127,11 +137,42 @@ def transformers_config(config: dict[str, Any]) -> Any:
         )
     if config.get("quantization_config"):
         raise UnsupportedChoice("the model is quantized ('quantization_config'); train from full-precision weights")
+    for key in SIZES:
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError(f"model config: {key} is {value!r}; it must be a whole number of at least 1")
     try:
-        return AutoConfig.for_model(**config)
+        hf_config = AutoConfig.for_model(**config)
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"model config: transformers refuses it ({first_line})") from error
+        raise InputError(f"model config: transformers refuses it ({_one_line(error)})") from error
+    _check_heads(hf_config)
+    return hf_config
+
+
+def _check_heads(hf_config: Any) -> None:
+    """transformers builds models with heads that do not fit together; they fail in the first forward."""
+    num_heads, num_kv_heads, head_dim = _heads(hf_config)
+    if num_heads % num_kv_heads:
+        raise InputError(
+            f"model config: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise InputError(f"model config: head_dim is {head_dim}; rotary embeddings need an even one")
+
+
+def _heads(hf_config: Any) -> tuple[int, int, int]:
+    """Heads, key-value heads and head dimension, with transformers' defaults for the two that may be missing."""
+    num_heads = int(hf_config.num_attention_heads)
+    num_kv_heads = int(hf_config.num_key_value_heads or num_heads)
+    head_dim = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads)
+    return num_heads, num_kv_heads, head_dim
+
+
+def _one_line(error: Exception) -> str:
+    """What transformers says in an error: the last line, for the first often says only that there is one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
+    return textwrap.shorten(said, 240, placeholder=" ...")
 
 
 def load_model_spec(path: Path | str) -> ModelSpec:
@@ -149,7 +190,7 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
     except Exception as error:
-        raise InputError(f"model config: transformers cannot build it ({error})") from error
+        raise InputError(f"model config: transformers cannot build it ({_one_line(error)})") from error
 
     tied = bool(hf_config.tie_word_embeddings)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -171,15 +212,15 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
         known = {f"{name}" for block in blocks for name in (tensor.name for tensor in block.tensors)}
         left = [name for name in shapes if not any(name.endswith(part) for part in known)]
         raise UnsupportedChoice(f"model config: parameters outside embedding, layers and head: {left[:3]}")
-    num_heads = int(hf_config.num_attention_heads)
+    num_heads, num_kv_heads, head_dim = _heads(hf_config)
     return ModelSpec(
         family=str(hf_config.model_type),
         hidden_size=int(hf_config.hidden_size),
         intermediate_size=int(hf_config.intermediate_size),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(hf_config.num_key_value_heads or num_heads),
-        head_dim=int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         vocab_size=int(hf_config.vocab_size),
         tied_embeddings=tied,
         kinds=tuple(kinds),

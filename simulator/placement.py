@@ -40,9 +40,11 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
 
     weights, accumulators, gradients = [], [], []
     shared_accumulator = 0
-    needs_slabs = False
+    # Layers on their way to the host take slabs in turn; the edges, few and large, have a buffer of their own.
+    in_transit = [block for block in model.layers if policy.optimizer_homes[block] == "host"]
+    slab_of = {block: f"device.slab.{turn % policy.gradient_slabs}" for turn, block in enumerate(in_transit)}
     for block in range(model.num_blocks):
-        count, is_layer = elements[block], block in model.layers
+        count = elements[block]
         on_host = policy.optimizer_homes[block] == "host"
         resident = policy.weight_homes[block] == "device"
         weights.append(
@@ -57,26 +59,24 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         if on_host:
             add(f"host.gradient.{block}", Tier.HOST, Role.GRADIENT, count * completed_bytes, block)
 
-        # Layers on their way to the host share slabs; the edges, few and large, have a buffer of their own.
-        transit, slab = on_host and is_layer, f"device.slab.{block % policy.gradient_slabs}"
-        if one_group and same_format and transit:
+        slab = slab_of.get(block, "")
+        if one_group and same_format and slab:
             accumulator = gradient = slab
         elif one_group and same_format:
             accumulator = gradient = f"device.gradient.{block}"
         elif one_group:
             shared_accumulator = max(shared_accumulator, count * precision.accumulator)
             accumulator = "device.accumulator"
-            gradient = slab if transit else f"device.gradient.{block}"
+            gradient = slab or f"device.gradient.{block}"
         else:
             accumulator = f"device.accumulator.{block}"
             add(accumulator, Tier.DEVICE, Role.ACCUMULATOR, count * precision.accumulator, block)
             if same_format or not on_host:
                 gradient = accumulator  # rounded in place, so that its memory is not needed twice
             else:
-                gradient = slab if is_layer else f"device.gradient.{block}"
+                gradient = slab or f"device.gradient.{block}"
         if gradient.startswith("device.gradient"):
             add(gradient, Tier.DEVICE, Role.GRADIENT, count * completed_bytes, block)
-        needs_slabs |= gradient == slab
         accumulators.append(accumulator)
         gradients.append(gradient)
     if shared_accumulator:
@@ -85,16 +85,17 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     if model.tied_embeddings:
         tied = add("device.accumulator.tied", Tier.DEVICE, Role.ACCUMULATOR, elements[0] * precision.accumulator, 0)
 
-    largest_layer = max((elements[block] for block in model.layers), default=0)
-    streams = any(policy.weight_homes[block] == "host" for block in model.layers)
-    num_slots = min(policy.prefetch_depth + 1, model.num_layers) if streams else 0
+    streamed = [block for block in model.layers if policy.weight_homes[block] == "host"]
+    slot_bytes = max((elements[block] for block in streamed), default=0) * precision.weight
     slots = tuple(
-        add(f"device.slot.{index}", Tier.DEVICE, Role.SLOT, largest_layer * precision.weight)
-        for index in range(num_slots)
+        add(f"device.slot.{index}", Tier.DEVICE, Role.SLOT, slot_bytes)
+        for index in range(min(policy.prefetch_depth + 1, len(streamed)))
     )
+    through_slabs = [block for block in in_transit if gradients[block] == slab_of[block]]
+    slab_bytes = max((elements[block] for block in through_slabs), default=0) * completed_bytes
     slabs = tuple(
-        add(f"device.slab.{index}", Tier.DEVICE, Role.SLAB, largest_layer * completed_bytes)
-        for index in range(policy.gradient_slabs if needs_slabs else 0)
+        add(f"device.slab.{index}", Tier.DEVICE, Role.SLAB, slab_bytes)
+        for index in range(min(policy.gradient_slabs, len(through_slabs)))
     )
     for block in range(model.num_blocks):
         add(f"device.norm.{block}", Tier.DEVICE, Role.SCALARS, 8, block)

@@ -110,9 +110,8 @@ def current_host() -> Host:
 def current_versions() -> dict[str, str]:
     """Versions that speed and memory depend on."""
     installed = package_versions()
-    versions: dict[str, str] = {
-        name: installed[name] for name in ("python", "torch", "transformers") if name in installed
-    }
+    versions: dict[str, str] = {name: installed[name] for name in ("python", "transformers") if name in installed}
+    versions["torch"] = str(torch.__version__)  # names the build too (+cpu, +cu130), which package metadata may not
     if torch.cuda.is_available():
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
     return versions

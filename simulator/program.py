@@ -167,7 +167,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """The three variants of a step and the table of buffers they share."""
+    """The three variants of a step and the table of buffers they share.
+
+    A run is `first`, any number of `steady`, and `drain`; then, for more steps, `first` again once all has finished:
+    `first` waits for nothing that was launched before it.
+    """
 
     first: Program
     steady: Program

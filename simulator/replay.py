@@ -1,8 +1,8 @@
 """Replay: run a step program against prices instead of hardware, until the step repeats itself.
 
 Each resource works through its FIFO; operations that run at the same time share what they both need: the two link
-directions slow each other, copies and host updates share host DRAM, and copies cost the compute stream a little. Rates
-are constant between events (a fluid model), so a replay is a list of events, exact for its prices.
+directions slow each other, copies and host updates share host DRAM evenly, and copies cost the compute stream a
+little. Rates are constant between events (a fluid model), so a replay is a list of events, exact for its prices.
 """
 
 from collections.abc import Callable
@@ -41,15 +41,19 @@ def replay(
     size: Callable[[Buffer], int],
     sharing: Sharing,
 ) -> Timeline:
-    """Timeline of the steady step. Steps are added until two periods agree, at most MAX_STEPS."""
-    num_steps = 3
+    """Timeline of the steady step. Steps are added until two periods agree, at most MAX_STEPS.
+
+    The last step replayed is only company for the one before it: copies and updates of the next step share links and
+    host DRAM with the step that is reported.
+    """
+    num_steps = 4
     while True:
         run = _Run(step_program, price, sharing, num_steps)
         run.execute()
         ends = run.compute_ends
-        period, before = ends[-1] - ends[-2], ends[-2] - ends[-3]
+        period, before = ends[-2] - ends[-3], ends[-3] - ends[-4]
         if abs(period - before) <= PERIOD_TOLERANCE * max(period, before) or num_steps >= MAX_STEPS:
-            return run.timeline(period, size)
+            return run.timeline(size)
         num_steps = min(2 * num_steps, MAX_STEPS)
 
 
@@ -133,22 +137,25 @@ class _Run:
 
     def _rates(self, running: dict[Resource, int]) -> dict[Resource, float]:
         rates = dict.fromkeys(running, 1.0)
-        if self.sharing.inline or len(running) == 1:
+        if self.sharing.inline:
             return rates
         copies = [resource for resource in COPIES if resource in running]
         if len(copies) == 2:
             rates.update(dict.fromkeys(copies, self.sharing.duplex))
         if copies and Resource.COMPUTE in running:
             rates[Resource.COMPUTE] = self.sharing.compute_beside_copies
+        # An operation whose price asks for more than the memory carries has all of it when it is alone.
+        left = self.sharing.dram_bytes_per_second
         demand = {
-            resource: rates[resource] * task.price.dram_bytes / task.price.seconds
+            resource: min(rates[resource] * task.price.dram_bytes / task.price.seconds, left)
             for resource, task in ((r, self.tasks[p]) for r, p in running.items())
             if task.price.dram_bytes and task.price.seconds
         }
-        total = sum(demand.values())
-        if total > self.sharing.dram_bytes_per_second:
-            for resource in demand:
-                rates[resource] *= self.sharing.dram_bytes_per_second / total
+        # Max-min: whoever asks for less than an even share has all of it, the others share what is left evenly.
+        for served, (resource, asked) in enumerate(sorted(demand.items(), key=lambda item: item[1])):
+            granted = min(asked, left / (len(demand) - served))
+            rates[resource] *= granted / asked
+            left -= granted
         return rates
 
     @property
@@ -160,27 +167,27 @@ class _Run:
                 ends[task.step] = max(ends[task.step], task.end)
         return ends
 
-    def timeline(self, period: float, size: Callable[[Buffer], int]) -> Timeline:
-        last = self.num_steps - 1
-        origin = self.compute_ends[last] - period
+    def timeline(self, size: Callable[[Buffer], int]) -> Timeline:
+        """The last step but one. Its seconds count from the end of the step before on the compute resource."""
+        reported = self.num_steps - 2
+        begin, end = self.compute_ends[reported - 1 : reported + 1]
         spans = tuple(
             Span(
                 task.operation.name, task.operation.kind.value, task.operation.resource.value, task.operation.block,
-                task.operation.micro_batch, task.start - origin, task.end - origin, task.cause,
+                task.operation.micro_batch, task.start - begin, task.end - begin, task.cause,
             )
             for task in self.tasks
-            if task.step == last
+            if task.step == reported
         )  # fmt: skip
         memory: dict[str, tuple[MemoryPoint, ...]] = {}
         peaks: dict[str, int] = {}
         for tier in sorted({buffer.tier.value for buffer in self.buffers.values()}):
             base = sum(size(b) for b in self.buffers.values() if b.persistent and b.tier.value == tier)
             points, peaks[tier] = memory_curve(self._changes(tier, size), base)
-            before = [point for point in points if point.seconds < origin]
-            start = [MemoryPoint(0.0, before[-1].num_bytes if before else base)]
-            inside = [MemoryPoint(p.seconds - origin, p.num_bytes) for p in points if p.seconds >= origin]
-            memory[tier] = tuple(start + inside)
-        return Timeline(period, spans, memory, peaks)
+            before = [point.num_bytes for point in points if point.seconds <= begin]
+            inside = [MemoryPoint(p.seconds - begin, p.num_bytes) for p in points if begin < p.seconds <= end]
+            memory[tier] = (MemoryPoint(0.0, before[-1] if before else base), *inside)
+        return Timeline(end - begin, spans, memory, peaks)
 
     def _changes(self, tier: str, size: Callable[[Buffer], int]) -> list[tuple[float, int]]:
         changes: list[tuple[float, int]] = []

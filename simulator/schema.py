@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pydantic
 
@@ -33,6 +33,17 @@ class Schema(pydantic.BaseModel):
     def save(self, path: Path | str) -> None:
         """Write indented JSON, ending in a newline."""
         Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+AnySchema = TypeVar("AnySchema", bound=Schema)
+
+
+def validated(schema: type[AnySchema], **values: Any) -> AnySchema:
+    """A schema's record from a user's values. Raises InputError naming every key that is wrong."""
+    try:
+        return schema(**values)
+    except pydantic.ValidationError as error:
+        raise InputError(describe(error)) from error
 
 
 def describe(error: pydantic.ValidationError) -> str:

@@ -1,10 +1,12 @@
 """Timelines, predicted or measured: when every operation of a step ran, memory over time, lost time by cause."""
 
 import json
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from simulator.errors import InputError
 
@@ -23,9 +25,12 @@ BUSY = {
 WAITING = {
     "load_weights": "waiting for weights",
     "load_batch": "waiting for data",
-    "store_gradient": "waiting for gradient slabs",
+    "store_gradient": "waiting for gradients",
     "update": "waiting for updates",
 }
+OTHER_WAIT = "waiting for other operations"
+# Ends and starts that differ by less than this share of a step are the same moment.
+GRAIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +63,24 @@ class Timeline:
     peak_bytes: dict[str, int]
 
     def breakdown(self) -> dict[str, float]:
-        """Seconds of a step by what the compute resource did or waited for; they sum to `step_seconds`."""
+        """Seconds of a step by what the compute resource did or waited for; they sum to `step_seconds`.
+
+        An idle stretch is divided along the chain that led to its end: where forward waits for weights that wait for
+        their update, the time until the update ends is the update's.
+        """
         compute = sorted((s for s in self.spans if s.resource == "compute"), key=lambda span: span.start)
+        chains = _Chains(self.spans, self.step_seconds)
         seconds: dict[str, float] = {}
         clock = compute[-1].end - self.step_seconds if compute else 0.0
         for span in compute:
             if span.start > clock:
-                kind = span.cause.partition(".")[0]
-                reason = WAITING.get(kind, "waiting for other operations") if span.cause else "launch gaps"
-                seconds[reason] = seconds.get(reason, 0.0) + span.start - clock
+                for reason, lost in chains.idle(clock, span):
+                    seconds[reason] = seconds.get(reason, 0.0) + lost
             label = BUSY[span.kind]
             busy = span.end - max(span.start, clock)
             seconds[label] = seconds.get(label, 0.0) + max(busy, 0.0)
             clock = max(clock, span.end)
-        return seconds
+        return {label: total for label, total in seconds.items() if total > 0}
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds that each resource worked in the step."""
@@ -98,6 +107,77 @@ class Timeline:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: is not a timeline ({error})") from error
+
+
+class _Moment(NamedTuple):
+    """A span as it ran in this step or, `shift` seconds earlier, in a step like it before."""
+
+    span: Span
+    shift: float
+
+    @property
+    def start(self) -> float:
+        return self.span.start - self.shift
+
+    @property
+    def end(self) -> float:
+        return self.span.end - self.shift
+
+
+class _Chains:
+    """The spans of a step by name and by resource, to walk from an operation back to what it waited for."""
+
+    def __init__(self, spans: Sequence[Span], step_seconds: float) -> None:
+        self.step_seconds = step_seconds
+        self.by_name = {span.name: span for span in spans}
+        self.queues: dict[str, list[Span]] = {}
+        self.places: dict[str, int] = {}
+        for span in sorted(spans, key=lambda span: span.start):
+            queue = self.queues.setdefault(span.resource, [])
+            self.places[span.name] = len(queue)
+            queue.append(span)
+
+    def idle(self, since: float, span: Span) -> Iterator[tuple[str, float]]:
+        """Seconds from `since` to the start of `span`, by what kept the compute resource idle."""
+        if not span.cause:
+            # Nothing was awaited: on one thread other operations ran here; on streams nothing was launched.
+            left = span.start - since
+            for other in self._inside(since, span.start):
+                left -= other.end - other.start
+                yield _reason(other), other.end - other.start
+            yield "launch gaps", left
+            return
+        until, awaited = span.start, self._cause(_Moment(span, 0.0))
+        while awaited is not None and until > since:
+            before = self._cause(awaited) if awaited.span.cause else self._predecessor(awaited)
+            begun = min(max(since, before.end), until) if before is not None else since
+            yield _reason(awaited.span), until - begun
+            until, awaited = begun, before
+        if until > since:
+            yield OTHER_WAIT, until - since
+
+    def _inside(self, since: float, until: float) -> Iterator[Span]:
+        for resource, queue in self.queues.items():
+            if resource != "compute":
+                first = bisect_left(queue, since, key=lambda span: span.start)
+                yield from takewhile(lambda span: span.end <= until, queue[first:])
+
+    def _cause(self, moment: _Moment) -> _Moment | None:
+        """What a span waited for: in its own step, or where that ends later, in the step before."""
+        found = self.by_name.get(moment.span.cause)
+        if found is None:
+            return None
+        in_time = found.end <= moment.span.start + GRAIN * self.step_seconds
+        return _Moment(found, moment.shift + (0.0 if in_time else self.step_seconds))
+
+    def _predecessor(self, moment: _Moment) -> _Moment:
+        """What ran before a span on its resource."""
+        queue, place = self.queues[moment.span.resource], self.places[moment.span.name]
+        return _Moment(queue[place - 1], moment.shift + (0.0 if place else self.step_seconds))
+
+
+def _reason(awaited: Span) -> str:
+    return WAITING.get(awaited.kind, OTHER_WAIT)
 
 
 def chrome_trace(timelines: dict[str, Timeline]) -> dict[str, Any]:

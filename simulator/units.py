@@ -1,6 +1,7 @@
 """Units: sizes as people write them (`24GiB`, `64 GB`) and back."""
 
 import re
+from decimal import Decimal
 
 from simulator.errors import InputError
 
@@ -26,20 +27,25 @@ def parse_bytes(text: str | int, *, name: str = "size") -> int:
     match = _SIZE.fullmatch(str(text))
     if match is None or match.group(2).upper() not in _MULTIPLIERS:
         raise InputError(f"{name}: {text!r} is not a size; write a number with B, KiB, MiB, GiB, KB, MB or GB")
-    return round(float(match.group(1)) * _MULTIPLIERS[match.group(2).upper()])
+    # Decimal: a whole number of bytes stays what it is, also beyond 2**53.
+    return round(Decimal(match.group(1)) * _MULTIPLIERS[match.group(2).upper()])
 
 
 def format_bytes(num_bytes: float) -> str:
     """A size for people: the largest binary unit that leaves at least 1."""
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(num_bytes) >= factor:
+        if abs(num_bytes) >= factor * (1 - 0.05 / 1024):  # what rounds to 1024.0 of a unit is 1.0 of the next
             return f"{num_bytes / factor:.1f} {unit}"
     return f"{num_bytes:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: s, ms or µs with three significant digits."""
+    """A duration for people: s, ms or µs with three significant digits, never an exponent."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
+        if abs(seconds) >= factor * 0.9995:  # what rounds to 1000 of a unit is 1 of the next
+            return f"{_three_digits(seconds / factor)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} µs"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}" if abs(value) >= 1e-3 else "0"

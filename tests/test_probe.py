@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from simulator.bench.bench import CPU_SCALE, CUDA_SCALE, QUICK_SCALE, Scale
 from simulator.bench.disk import measure_disk
 from simulator.bench.timing import Lane, concurrent_rates, copy_lane, steps_per_second
 from simulator.errors import InputError
@@ -82,6 +83,13 @@ def test_disks_without_direct_io_are_measured_through_the_cache(
     assert rates.read > 0
     assert rates.write > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scale", [CPU_SCALE, CUDA_SCALE, QUICK_SCALE])
+def test_copies_ascend_by_powers_of_two(scale: Scale) -> None:
+    # Smaller copies walk through the largest one's buffers, and torch rounds pinned memory up to powers of two.
+    assert list(scale.copy_bytes) == sorted(set(scale.copy_bytes))
+    assert all(num_bytes & (num_bytes - 1) == 0 for num_bytes in (*scale.copy_bytes, scale.stream_bytes))
 
 
 def test_steps_count_from_the_first_that_all_have_finished_to_the_first_that_stops() -> None:

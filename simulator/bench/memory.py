@@ -11,7 +11,7 @@ from simulator.figure import Figure, format_value
 from simulator.hardware import LINK_DIRECTIONS, Link, LinkDirection, LinkPoint, LinkRates
 from simulator.units import format_bytes
 
-_OPTIMIZER = "in-place streaming passes on all cores, two reads and a write each"
+_OPTIMIZER = "AdamW-like in-place passes on all cores, two reads and a write each"
 
 
 class HostRates(NamedTuple):
@@ -79,7 +79,7 @@ def measure_link_and_dram(bench: Bench) -> HostRates:
     )
     return HostRates(
         link=link,
-        dram=bench.figure(dram, f"most that copies both ways and {_OPTIMIZER}, moved together"),
+        dram=bench.figure(dram, f"the most moved at once by copies both ways and {_OPTIMIZER}"),
         optimizer=bench.figure(only["optimizer"], _OPTIMIZER),
     )
 

@@ -1,0 +1,332 @@
+"""A run: from a plan and a config to a run directory, with checkpoints, metrics and a record of what was measured.
+
+`train` opens data, model and trainer, steps through them, and leaves everything on disk: also what it learnt when the
+run failed.
+"""
+
+import json
+import math
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor import checkpoint
+from executor.adamw import step_scalars
+from executor.config import SYNTHETIC_DATA, TrainConfig
+from executor.data.dataset import Dataset, open_dataset
+from executor.folder import require_free_disk
+from executor.huggingface import export, export_bytes, has_weights, initialise, load_weights, state_sink
+from executor.operations import Optimization
+from executor.run_directory import append_metrics
+from executor.schedule import check_schedule, learning_rate
+from executor.tokenizer import ByteTokenizer
+from executor.trainer import StepResult, Trainer
+from simulator.errors import ConveyorError, InputError
+from simulator.formulas import tflops
+from simulator.model import ModelSpec
+from simulator.policy import Policy, Workload
+from simulator.predict import StepFigures, step_figures
+from simulator.system import HostPeak
+from simulator.timeline import Timeline
+
+WARM_UP_STEPS = 3  # not timed: compilation, growing pools, cold clocks
+EXPORTED = "model"
+
+
+class Interrupted(ConveyorError):
+    """The user stopped the run; what was done until then is saved."""
+
+    exit_code = 130
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run has to tell at its end."""
+
+    figures: StepFigures
+    timeline: Timeline
+    clip_factors: list[float]
+    steps_timed: int
+    losses: list[float] = field(default_factory=list)
+    exported: Path | None = None
+
+
+class Run:
+    """One training run on one device. Use `train`, then `close`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_config: dict[str, Any],
+        model: ModelSpec,
+        workload: Workload,
+        policy: Policy,
+        directory: Path,
+        *,
+        device: torch.device,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.config, self.model_config, self.model = config, model_config, model
+        self.workload, self.policy, self.directory, self.device, self.say = workload, policy, directory, device, say
+        self.context_bytes = _device_bytes_in_use(device)
+        folder = Path(config.model) if config.model is not None else None
+        self.model_folder = folder if folder is not None and has_weights(folder) else None
+        self.dataset = _open_dataset(config, model, workload, folder)
+        self.num_steps = _num_steps(config, self.dataset)
+        check_schedule(warmup_steps=config.warmup_steps, max_steps=self.num_steps)
+        self.resume_from = _resume_from(config.resume, self.checkpoints)
+        self._require_disk()
+        for line in self.dataset.report.lines():
+            say(line)
+        self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run leaves weights: a benchmark on random tokens has none worth keeping."""
+        return self.config.data != SYNTHETIC_DATA or self.config.save_every is not None
+
+    def _optimization(self) -> Optimization:
+        config = self.config
+        rates = [
+            learning_rate(
+                step, peak=config.learning_rate, schedule=config.lr_schedule, warmup_steps=config.warmup_steps,
+                max_steps=self.num_steps,
+            )
+            for step in range(self.num_steps)
+        ]  # fmt: skip
+        dtype = torch.float64 if self.workload.precision == "fp64" else torch.float32
+        table = step_scalars(rates, config.betas, config.weight_decay, dtype=dtype)
+        return Optimization(table, config.betas, config.epsilon, config.max_grad_norm)
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run must share: all that decides numbers, nothing of placement."""
+        config = self.config
+        return {
+            "data": self.dataset.settings(),
+            "optimizer": {
+                "learning_rate": config.learning_rate, "lr_schedule": config.lr_schedule,
+                "warmup_steps": config.warmup_steps, "max_steps": self.num_steps, "betas": list(config.betas),
+                "epsilon": config.epsilon, "weight_decay": config.weight_decay, "max_grad_norm": config.max_grad_norm,
+            },
+            "gradient_format": self.workload.gradient_format,
+            "clipping": self.workload.clipping,
+        }  # fmt: skip
+
+    def _require_disk(self) -> None:
+        if not self.saves:
+            return
+        one = checkpoint.checkpoint_bytes(self.model, self.workload.precision)
+        needed = one * (self.config.keep_checkpoints + 1) + export_bytes(self.model, self.workload.precision)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        require_free_disk(
+            self.directory, needed, what=f"{self.config.keep_checkpoints + 1} checkpoints and the exported model",
+            remedy="lower keep_checkpoints, or set output to a larger disk",
+        )  # fmt: skip
+
+    def prepare(self) -> None:
+        """Fill the state: from a checkpoint, a model folder, or at random."""
+        states = self.trainer.memory.states()
+        if self.resume_from is not None:
+            progress = checkpoint.load(self.resume_from, model=self.model, states=states, settings=self._settings())
+            self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
+            self.say(f"resumed from {self.resume_from} after {progress.step} steps")
+            return
+        if self.model_folder is not None:
+            load_weights(self.model_folder, self.model, state_sink(states))
+        else:
+            self.say("no weights in the model's folder: they start at random")
+            initialise(self.model, self.model_config, states, seed=self.config.seed)
+        self.trainer.start()
+
+    def train(self) -> Outcome:
+        """Run to the last step. Raises Interrupted after saving when the user stops the run, ConveyorError on failure.
+
+        A step is timed from one report to the next, so pipelined steps are timed as they are paid for.
+        """
+        trainer, first = self.trainer, self.trainer.steps_done
+        if first >= self.num_steps:
+            raise InputError(f"{self.checkpoints}: the run is complete, all {self.num_steps} steps are done")
+        results: list[StepResult] = []
+        seconds: list[float] = []
+        recorded = max(first + 1, self.num_steps - 2) if self.num_steps - first > 1 else first
+        with HostPeak() as host_peak, _stop_requests() as stop:
+            clock = time.perf_counter()
+
+            def finished(result: StepResult | None) -> None:
+                nonlocal clock
+                if result is None:
+                    return
+                now = time.perf_counter()
+                results.append(result)
+                seconds.append(now - clock)
+                clock = now
+                self._log(result, seconds[-1], host_peak.peak_bytes)
+
+            for step in range(first, self.num_steps):
+                finished(trainer.step(self.dataset.batch(step), record=step == recorded))
+                due = self.config.save_every and (step + 1) % self.config.save_every == 0
+                if self.saves and due and step + 1 < self.num_steps and not stop.is_set():
+                    finished(trainer.drain())
+                    self._save()
+                    clock = time.perf_counter()
+                if stop.is_set():
+                    break
+            finished(trainer.drain())
+            interrupted = trainer.steps_done < self.num_steps
+            if self.saves:
+                self._save()
+            if interrupted:
+                where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
+                raise Interrupted(f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}")
+            exported = self._export() if self.saves else None
+        return self._outcome(results, seconds, host_peak.peak_bytes, exported)
+
+    def _log(self, result: StepResult, seconds: float, host_bytes: int) -> None:
+        if not math.isfinite(result.loss) and self.policy.clipping != "global":
+            newest = checkpoint.latest(self.checkpoints)
+            raise ConveyorError(
+                f"step {result.step}: the loss is {result.loss}; with clipping {self.policy.clipping!r} a non-finite "
+                f"gradient cannot be skipped. The last checkpoint is {newest or 'none'}"
+            )
+        config, tokens = self.config, self.workload.tokens_per_step
+        row = {
+            "step": result.step,
+            "loss": result.loss,
+            "learning_rate": learning_rate(
+                result.step, peak=config.learning_rate, schedule=config.lr_schedule,
+                warmup_steps=config.warmup_steps, max_steps=self.num_steps,
+            ),
+            "gradient_norm": result.gradient_norm,
+            "clip_factor": result.clip_factor,
+            "applied": result.applied,
+            "seconds": seconds,
+            "tokens": result.num_tokens,
+            "target_tokens": result.num_targets,
+            "tokens_per_second": result.num_tokens / seconds,
+            "tflops": tflops(self.model, tokens, seconds),
+            "device_peak_bytes": self._device_peak_bytes(),
+            "host_peak_bytes": host_bytes,
+        }  # fmt: skip
+        append_metrics(self.directory, row)
+        if not result.applied:
+            self.say(f"step {result.step}: the gradient is not finite; the step is skipped, nothing has changed")
+        if result.step % config.log_every == 0 or result.step == self.num_steps - 1:
+            self.say(
+                f"step {result.step + 1}/{self.num_steps}  loss {result.loss:.4f}  norm {result.gradient_norm:.3g}  "
+                f"{seconds:.3g} s  {row['tokens_per_second']:.0f} tokens/s  {row['tflops']:.3g} TFLOPS"
+            )
+
+    def _save(self) -> None:
+        progress = checkpoint.Progress(
+            step=self.trainer.steps_done, applied_steps=self.trainer.steps_applied(),
+            data_position=self.trainer.steps_done, seed=self.config.seed,
+        )  # fmt: skip
+        checkpoint.save(
+            self.checkpoints, model=self.model, states=self.trainer.memory.states(), progress=progress,
+            settings=self._settings(), keep=self.config.keep_checkpoints,
+        )  # fmt: skip
+
+    def _export(self) -> Path:
+        tokenizer, config = self.dataset.tokenizer, dict(self.model_config)
+        save_tokenizer = None
+        if isinstance(tokenizer, ByteTokenizer):
+            save_tokenizer = tokenizer.save
+            config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": None}
+        return export(
+            self.directory / EXPORTED, model=self.model, config=config, states=self.trainer.memory.states(),
+            source=self.model_folder, save_tokenizer=save_tokenizer,
+        )  # fmt: skip
+
+    def _outcome(
+        self, results: list[StepResult], seconds: list[float], host_peak_bytes: int, exported: Path | None
+    ) -> Outcome:
+        timed = seconds[WARM_UP_STEPS:] or seconds[1:] or seconds
+        step_seconds = statistics.median(timed)
+        timeline = self.trainer.timeline(step_seconds)
+        figures = step_figures(
+            self.model, self.workload, step_seconds, device_peak_bytes=self._device_peak_bytes(),
+            host_peak_bytes=host_peak_bytes, breakdown_seconds=timeline.breakdown(),
+        )  # fmt: skip
+        return Outcome(
+            figures, timeline, [r.clip_factor for r in results], len(timed), [r.loss for r in results], exported
+        )
+
+    def _device_peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return self.context_bytes + torch.cuda.max_memory_reserved(self.device)
+        self._counted_peak = max(getattr(self, "_counted_peak", 0), self.trainer.memory.device_bytes())
+        return self._counted_peak
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        yield json.loads(line)
+
+
+def _open_dataset(config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None) -> Dataset:
+    return open_dataset(
+        config.data, vocab_size=model.vocab_size, sequence_length=workload.sequence_length,
+        rows_per_step=workload.rows_per_step, seed=config.seed,
+        model_folder=folder if folder is not None and folder.is_dir() else None,
+    )  # fmt: skip
+
+
+def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
+    if config.max_steps is not None:
+        return config.max_steps
+    if dataset.steps_per_epoch is None:
+        raise InputError("max_steps: synthetic data has no end; set the number of steps")
+    return dataset.steps_per_epoch
+
+
+def _resume_from(resume: str, checkpoints: Path) -> Path | None:
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return checkpoint.latest(checkpoints) if checkpoints.is_dir() else None
+    return Path(resume)
+
+
+def _device_bytes_in_use(device: torch.device) -> int:
+    """Bytes of the device that are taken before the first allocation: its context, and other processes."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.init()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """The first interrupt asks the run to stop after its step; the next one is Python's own, or the front door's."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,143 @@
+"""A run directory: what a run leaves on disk, written as it goes and read back by `plot`.
+
+plan.json                 the plan that was followed
+config.yaml               the resolved configuration
+predicted_timeline.json   one steady step, replayed
+metrics.jsonl             a line a step
+timeline.json             one steady step, measured
+run.json                  the RunRecord; written last, so a directory that has it is complete
+checkpoints/
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from executor.record import RunRecord, record_json, write_whole
+from simulator.errors import InputError
+from simulator.schema import Schema, describe
+from simulator.timeline import Timeline
+
+PLAN, CONFIG, METRICS, RECORD = "plan.json", "config.yaml", "metrics.jsonl", "run.json"
+TIMELINE, PREDICTED_TIMELINE, CHECKPOINTS = "timeline.json", "predicted_timeline.json", "checkpoints"
+
+_TIMELINE = pydantic.TypeAdapter(Timeline)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as read back. A run that did not end well may have no metrics and no timelines."""
+
+    name: str
+    record: RunRecord
+    metrics: tuple[dict[str, Any], ...] = ()
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+
+
+def start_run(directory: Path | str, *, plan: Schema, config: Mapping[str, Any], predicted: Timeline) -> Path:
+    """Make the directory and write what is known before the first step; returns the folder for checkpoints.
+
+    What an earlier run says of itself here is taken back (run.json, timeline.json): a resumed run is not finished.
+    Its metrics and checkpoints stay. Raises InputError where the directory cannot be written.
+    """
+    directory = Path(directory)
+    checkpoints = directory / CHECKPOINTS
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        for name in (RECORD, TIMELINE):
+            (directory / name).unlink(missing_ok=True)
+        plan.save(directory / PLAN)
+        (directory / CONFIG).write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+        predicted.save(directory / PREDICTED_TIMELINE)
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from error
+    return checkpoints
+
+
+def append_metrics(directory: Path | str, row: Mapping[str, Any]) -> None:
+    """Add a step's line to metrics.jsonl. `row` has a `step`; numbers that are not finite are written as null."""
+    if not isinstance(row.get("step"), int):
+        raise ValueError(f"a line of metrics needs an integer 'step': {dict(row)}")
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    with (Path(directory) / METRICS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+
+def finish_run(directory: Path | str, record: RunRecord, *, measured: Timeline | None = None) -> None:
+    """Write timeline.json where a step was measured, then run.json. The directory may be new: a refused run."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if measured is not None:
+        measured.save(directory / TIMELINE)
+    write_whole(directory / RECORD, record_json(record))
+
+
+def load_run(directory: Path | str) -> Run:
+    """Read a run directory. Raises InputError that names the file which is missing or damaged, and where."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise InputError(f"{directory}: there is no such run directory")
+    if not (directory / RECORD).is_file():
+        started = (directory / PLAN).exists() or (directory / METRICS).exists()
+        reason = "the run has not finished" if started else "this is not a run directory"
+        raise InputError(f"{directory}: has no {RECORD}; {reason}")
+    record = RunRecord.load(directory / RECORD)
+    needed = (PLAN, CONFIG, METRICS, TIMELINE, PREDICTED_TIMELINE) if record.status == "ok" else ()
+    missing = [name for name in needed if not (directory / name).is_file()]
+    if missing:
+        raise InputError(f"{directory}: has no {', '.join(missing)}, which a run with status 'ok' leaves")
+    return Run(
+        name=directory.resolve().name,
+        record=record,
+        metrics=_load_metrics(directory / METRICS),
+        predicted=_load_timeline(directory / PREDICTED_TIMELINE),
+        measured=_load_timeline(directory / TIMELINE),
+    )
+
+
+def _load_metrics(path: Path) -> tuple[dict[str, Any], ...]:
+    """Lines in ascending steps. A step that stands twice was run again after a resume: what followed it is void."""
+    if not path.exists():
+        return ()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number}: is not JSON ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise InputError(f"{path}:{number}: is not an object with an integer 'step'")
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    return tuple(rows)
+
+
+def _load_timeline(path: Path) -> Timeline | None:
+    if not path.exists():
+        return None
+    try:
+        timeline = _TIMELINE.validate_json(_read(path))
+    except pydantic.ValidationError as error:
+        first = describe(error).partition("; ")[0]
+        raise InputError(f"{path}: is not a timeline ({first})") from error
+    numbers = [timeline.step_seconds, *(edge for span in timeline.spans for edge in (span.start, span.end))]
+    if not timeline.spans or timeline.step_seconds <= 0 or not all(map(math.isfinite, numbers)):
+        raise InputError(f"{path}: is not a timeline (it has no operations, or times that are impossible)")
+    return timeline
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text") from error

@@ -1,0 +1,81 @@
+"""The README's tables and figures come from the committed results, and only from them."""
+
+from pathlib import Path
+
+import pytest
+from sample_runs import failed_record, figures, record
+
+from analysis.results import BEGIN, END, load_all, results_markdown, update_readme
+from analysis.tables import markdown
+from executor.record import append_result
+from simulator.errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "README.md").write_text(f"# Title\n\n{BEGIN}\nold table\n{END}\n\n## After\n", encoding="utf-8")
+    results = tmp_path / "analysis" / "results"
+    append_result(results / "box.json", record("7b", ideal=figures(646.0)))
+    append_result(results / "box.json", failed_record("32b | large"))
+    append_result(results / "airport.json", record("other"))
+    return tmp_path
+
+
+def test_readme_shows_the_results_between_its_markers(project):
+    changed = update_readme(project)
+    assert {path.relative_to(project).as_posix() for path in changed} == {
+        "README.md", "docs/figures/box.svg", "docs/figures/airport.svg",
+    }  # fmt: skip
+    text = (project / "README.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# Title\n\n{BEGIN}\n### airport\n")
+    assert text.endswith(f"{END}\n\n## After\n")
+    assert "old table" not in text
+    assert "![Predicted and measured TFLOPS of box](docs/figures/box.svg)" in text
+    assert "2. 32b | large: refused: host memory short by 41 GiB" in text
+    (row,) = (line for line in text.splitlines() if line.startswith("| 1 | 7b |"))
+    assert [cell.strip() for cell in row.split("|")[3:8]] == ["500", "510", "−2.0 %", "646", "1.18 s"]
+
+
+def test_every_table_row_has_as_many_cells_as_its_header(project):
+    update_readme(project)
+    lines = [line for line in (project / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    counts = {line.replace("\\|", "").count("|") for line in lines if "32b" in line or "7b" in line}
+    headers = {line.count("|") for line in lines if "ideal" in line}
+    assert counts == headers
+
+
+def test_second_time_nothing_changes(project):
+    update_readme(project)
+    assert update_readme(project) == []
+
+
+def test_readme_without_markers_is_refused_and_kept(project):
+    (project / "README.md").write_text("# Title\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"README\.md: has no place"):
+        update_readme(project)
+    assert (project / "README.md").read_text(encoding="utf-8") == "# Title\n"
+    assert not (project / "docs").exists()
+
+
+def test_damaged_results_change_nothing(project):
+    (project / "analysis" / "results" / "box.json").write_text("[")
+    before = (project / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(InputError, match=r"box\.json"):
+        update_readme(project)
+    assert (project / "README.md").read_text(encoding="utf-8") == before
+
+
+def test_cells_cannot_break_a_table():
+    import pandas
+
+    assert markdown(pandas.DataFrame([{"a": "x|y\nz", "b": "1"}])) == "| a | b |\n| --- | --- |\n| x\\|y z | 1 |\n"
+
+
+def test_readme_of_this_project_is_up_to_date():
+    results = load_all(ROOT / "analysis" / "results")
+    if not results:
+        pytest.skip("no results are committed yet")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{BEGIN}\n{results_markdown(results)}{END}" in text, "run python -m analysis.results"
