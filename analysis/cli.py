@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Read when torch is imported. Threads that spin at a barrier make a busy machine ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Reserved bytes then follow allocated ones: a plan may fill the device.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         with interrupt_once():
             arguments = parse(sys.argv[1:] if argv is None else argv)

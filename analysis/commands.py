@@ -39,7 +39,7 @@ def measure(arguments: argparse.Namespace) -> int:
     from simulator.policy import Workload
     from simulator.schema import validated
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     workload = validated(
         Workload,
         sequence_length=arguments.sequence_length,

@@ -52,7 +52,11 @@ def main() -> int:
         sequence_length=SEQUENCE_LENGTH, tokens_per_step=TOKENS_PER_STEP, precision="bf16" if cuda else "fp32"
     )
     costs = measure(
-        MODEL, hardware, workload, micro_batch_rows=(2, 4, 8), device=torch.device("cuda" if cuda else "cpu")
+        MODEL,
+        hardware,
+        workload,
+        micro_batch_rows=(2, 4, 8),
+        device=torch.device("cuda", 0) if cuda else torch.device("cpu"),
     )
     costs.save(DIRECTORY / "costs.json")
 

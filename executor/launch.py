@@ -40,7 +40,7 @@ def launch(
         plan.hardware, current_device(), current_host(),
         device_limit_bytes=limits.device_memory_bytes, host_limit_bytes=limits.host_memory_bytes,
     )  # fmt: skip
-    device = torch.device("cuda" if plan.hardware.device.kind == "cuda" else "cpu")
+    device = torch.device("cuda", 0) if plan.hardware.device.kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         _hold_to_limit(plan, device)
     directory = Path(config.output)

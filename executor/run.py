@@ -266,8 +266,8 @@ class Run:
     def _device_peak_bytes(self) -> int:
         if self.device.type == "cuda":
             return self.context_bytes + torch.cuda.max_memory_reserved(self.device)
-        self._counted_peak = max(getattr(self, "_counted_peak", 0), self.trainer.memory.device_bytes())
-        return self._counted_peak
+        # Counted while a step was recorded: what the operations' buffers took.
+        return max((point.num_bytes for point in self.trainer.runner.memory()), default=0)
 
     def close(self) -> None:
         self.trainer.close()

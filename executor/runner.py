@@ -28,6 +28,8 @@ PATIENCE_SECONDS = 600.0
 class Runner(Protocol):
     """Runs programs one after another; `synchronize` returns when all that was launched has finished."""
 
+    pipelined: bool  # whether `run` returns before the program has finished
+
     def run(self, program: Program, *, record: bool = False) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -47,6 +49,8 @@ class InlineRunner:
     `device_bytes` tells the bytes that device buffers take now; `observe` is called before each operation and returns
     what to call after it.
     """
+
+    pipelined = False
 
     def __init__(
         self,
@@ -113,6 +117,8 @@ class _Launched:
 
 class StreamRunner:
     """Runs programs on three CUDA streams and one worker thread."""
+
+    pipelined = True
 
     def __init__(
         self, functions: Mapping[Kind, Function], device: torch.device, *, device_bytes: Callable[[], int]

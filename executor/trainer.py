@@ -92,18 +92,20 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
     def step(self, batch: Batch, *, record: bool = False) -> StepResult | None:
-        """Launch a step on `batch` (tokens and labels [rows, sequence_length]); the result of the step before, if any.
+        """Launch a step on `batch` (tokens and labels [rows, sequence_length]); the newest result that is ready.
+
+        That is this step's where it runs inline, else the one of the step before, None after a drain.
 
         A batch of fewer rows is filled up with rows without targets; losses are weighted by the step's targets.
         """
-        before = self.steps_done - 1 if self._batches else None
         self._fill(batch)
         self.operations.parity = self.steps_done % 2
         self.runner.run(self.program.steady if self.pending else self.program.first, record=record)
         self.pending = True
         self._batches[self.steps_done] = (batch.num_targets, batch.num_tokens)
         self.steps_done += 1
-        return self._result(before) if before is not None else None
+        ready = self.steps_done - (2 if self.runner.pipelined else 1)
+        return self._result(ready) if ready in self._batches else None
 
     def _fill(self, batch: Batch) -> None:
         memory, half = self.memory, self.steps_done % 2

@@ -8,7 +8,7 @@ from planner.infeasible import explain_infeasible
 from planner.outlines import outlines
 from planner.plan import Baseline, Bound, Limits, Plan, SolverReport, plan_inputs
 from planner.problem import Problem
-from planner.solve import TIME_LIMIT_SECONDS, solver_version
+from planner.solve import TIME_LIMIT_SECONDS, solver_failure, solver_version
 from simulator.costs import OperationCosts, operation_key
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
@@ -75,7 +75,8 @@ def _report(version: str | None, gap: float, counts: dict[str, int]) -> SolverRe
     if version is None:
         return SolverReport(
             name=GREEDY,
-            status="no solver could be loaded: found by the greedy planner; the bound is that of compute alone",
+            status=f"no solver could be loaded ({solver_failure()}): found by the greedy planner; the bound is that of "
+            "compute alone",
             gap=gap,
             counts=counts,
         )

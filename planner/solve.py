@@ -32,9 +32,16 @@ class Solution:
     timed_out: bool = False
 
 
-@cache
 def solver_version() -> str | None:
     """`HiGHS 1.x through PuLP y`, or None where no solver can be loaded."""
+    if solver_failure():
+        return None
+    return f"HiGHS {metadata.version('highspy')} through PuLP {metadata.version('pulp')}"
+
+
+@cache
+def solver_failure() -> str:
+    """Why no solver can be loaded; empty where one can."""
     try:
         with silent_native_stdout():
             import highspy
@@ -42,10 +49,10 @@ def solver_version() -> str | None:
 
             highspy.Highs()  # the first one in a process prints a banner
             if not pulp.HiGHS(msg=False).available():
-                return None
-    except Exception:  # a broken binary may raise anything; without a solver the greedy planner answers
-        return None
-    return f"HiGHS {metadata.version('highspy')} through PuLP {metadata.version('pulp')}"
+                return "PuLP does not find HiGHS"
+    except Exception as error:  # a broken binary may raise anything; without a solver the greedy planner answers
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def solve(mip: MixedIntegerProgram, *, gap: float, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> Solution:

@@ -93,10 +93,10 @@ def make_trainer(
 
 def run_steps(trainer: Trainer, batches: Sequence[Batch]) -> list[StepResult]:
     """All steps and their results; the trainer is drained."""
-    results = [result for batch in batches if (result := trainer.step(batch)) is not None]
-    last = trainer.drain()
-    assert last is not None
-    return [*results, last]
+    results = [trainer.step(batch) for batch in batches]
+    found = [result for result in [*results, trainer.drain()] if result is not None]
+    assert len(found) == len(batches)
+    return found
 
 
 def master_weights(trainer: Trainer) -> dict[str, Tensor]:
