@@ -14,8 +14,6 @@ from planner.time_rows import add_time
 from planner.variables import MAX_SLOTS, Decisions, add_variables, policy_decisions
 from simulator.policy import Policy
 
-BYTE_GB = 1e-9  # sums of floats may miss an exact fit by less than a byte
-
 
 class Formulation:
     """The program of one outline under a budget."""
@@ -47,7 +45,7 @@ class Formulation:
 
     def fits(self, values: Mapping[str, float]) -> bool:
         """Whether these values keep the limits of memory."""
-        return all(row.expression.value(values) <= BYTE_GB for row in self.limits)
+        return all(row.expression.value(values) <= 0 for row in self.limits)
 
     def bound_of(self, policy: Policy) -> float:
         """The relaxation's seconds for one policy of this outline, which its replay cannot undercut."""

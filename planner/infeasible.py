@@ -9,7 +9,7 @@ from planner.least_memory import TIERS, UNLIMITED_BYTES, Tier, least_memory
 from planner.problem import Problem
 from simulator.errors import InfeasiblePlan
 from simulator.policy import Workload
-from simulator.units import MIB, format_bytes
+from simulator.units import GIB, MIB, format_bytes
 
 SHORTEST_SEQUENCE = 64
 
@@ -33,7 +33,7 @@ def explain_infeasible(problem: Problem, *, solver: bool) -> InfeasiblePlan:
         resource, short_bytes = f"{tier} memory", needed[tier] - limit
         what = (
             f"{resource} is short by {_size(short_bytes)}: the smallest plan takes {_size(needed[tier])}, "
-            f"the limit is {_size(limit)}"
+            f"the limit is {format_bytes(limit)}"
         )
         changes = [f"{_size(needed[tier])} of {tier} memory" for tier in TIERS if tier in needed]
     changes += _smaller_workloads(problem, solver=solver)
@@ -43,9 +43,10 @@ def explain_infeasible(problem: Problem, *, solver: bool) -> InfeasiblePlan:
 
 
 def _size(num_bytes: int) -> str:
-    """Rounded up, so that what a message asks for is enough."""
-    step = MIB if num_bytes < 100 * MIB else 100 * MIB
-    return format_bytes(-(-num_bytes // step) * step)
+    """To a tenth of the unit, rounded up: what a message asks for is enough."""
+    unit = GIB if num_bytes >= GIB else MIB
+    tenths = -(-10 * num_bytes // unit)
+    return format_bytes(tenths * unit / 10)
 
 
 def _needed_of_both(problem: Problem, *, solver: bool) -> dict[Tier, int]:

@@ -15,6 +15,7 @@ from simulator.policy import SaveLevel
 from simulator.predict import ALLOCATOR_SLACK
 
 GB = 1e9
+EXACT_FIT_BYTES = 64  # sums of floats may miss an exact fit by a few bytes; the replay has the last word
 MEMORY_LIMITS = ("device memory", "host memory")  # titles of the rows that hold a plan to its budget
 
 
@@ -60,7 +61,7 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
     if budget.shared_memory:
         host += persistent + passing
     for title, used, limit in zip(MEMORY_LIMITS, (device, host), (budget.device_bytes, budget.host_bytes), strict=True):
-        mip.at_most(title, used, limit / GB)
+        mip.at_most(title, used, (limit + EXACT_FIT_BYTES) / GB)
     return MemoryUse(device, host)
 
 

@@ -61,6 +61,24 @@ def solve(mip: MixedIntegerProgram, *, gap: float, time_limit_seconds: float = T
         raise RuntimeError("no solver can be loaded")
     import pulp
 
+    problem, columns = pulp_problem(mip)
+    problem.solve(
+        pulp.HiGHS(
+            msg=False,
+            gapRel=gap,
+            threads=THREADS,
+            timeLimit=time_limit_seconds,
+            # Below the tolerance of HiGHS' own last check, which else rejects what the search has accepted.
+            mip_feasibility_tolerance=1e-7,
+        )
+    )
+    return _checked(mip, problem.solverModel, {name: column.value() for name, column in columns.items()})
+
+
+def pulp_problem(mip: MixedIntegerProgram) -> tuple[Any, dict[str, Any]]:
+    """The program as a PuLP problem, and its variables by our names."""
+    import pulp
+
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
     # Numbers for names: PuLP maps some characters to others, so that two names could become one.
     columns = {}
@@ -73,17 +91,7 @@ def solve(mip: MixedIntegerProgram, *, gap: float, time_limit_seconds: float = T
         left = pulp.lpSum(factor * columns[name] for name, factor in row.expression.terms.items())
         right = -row.expression.constant
         problem += left == right if row.sense == "==" else left <= right
-    problem.solve(
-        pulp.HiGHS(
-            msg=False,
-            gapRel=gap,
-            threads=THREADS,
-            timeLimit=time_limit_seconds,
-            # Below the tolerance of HiGHS' own last check, which else rejects what the search has accepted.
-            mip_feasibility_tolerance=1e-7,
-        )
-    )
-    return _checked(mip, problem.solverModel, {name: column.value() for name, column in columns.items()})
+    return problem, columns
 
 
 def _checked(mip: MixedIntegerProgram, highs: Any, found: dict[str, float | None]) -> Solution:

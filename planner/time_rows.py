@@ -9,7 +9,7 @@ takes at least as long as any one resource needs for what must happen within it:
 - Exact clipping: a host update waits for the norm, which ends a step, and comes before its block's next forward, in the
   first group. Updates run low blocks first, then loads, then the forward: a flow shop with a row for every block.
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
-- Cycles: from a block's forward to its completed gradient, its store, update and load is at most one step.
+- Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
 - Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
 
 Left out: links that idle because slots are full, which layers stream (loads are averaged over a piece), contention
@@ -267,31 +267,73 @@ class _TimeRows:
     def _add_cycles(self, middle: Linear, embedding_complete: Linear) -> None:
         """From a block's forward to its gradient, its store, update and load, and its next forward."""
         c, v = self.c, self.variables
-        first, last = c.outline.groups[0], c.outline.groups[-1]
-        embedding, head = c.block_costs[0], c.block_costs[-1]
-        forwards, backwards = self.forwards(first), self.backwards(last)
-        turn = middle + last * c.loss.seconds + head.finish_seconds
-        one_forward, one_backward = first * min(self._seconds("forward")), last * min(self._seconds("backward"))
+        first = c.outline.groups[0]
+        forwards, slowest = self.forwards(first), first * max(self._seconds("forward"))
+        one_forward = first * min(self._seconds("forward")) * v.any_layer
+        stored = self._stored()
+        update, load = (self.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
+        embedding = c.block_costs[0]
         edge = (embedding.store.seconds + embedding.update_host.seconds) * v.embedding
 
-        def row(title: str, chain: Linear, span: Linear) -> None:
-            self.mip.at_least(f"cycle of {title}", self.step, chain + span)
+        def row(title: str, *parts: Linear) -> None:
+            self.mip.at_least(f"cycle of {title}", self.step, total(parts))
 
-        for kind, layers in c.kinds.items():
-            costs, on_host, below = c.block_costs[layers[0]], v.any_host[kind], self._below_lowest(kind)
-            begin = forwards - first * max(self._seconds("forward")) * below + turn + costs.finish_seconds
-            end = backwards - last * max(self._seconds("backward")) * below
-            alone = (costs.store.seconds + costs.update_host.seconds + costs.load.seconds) * on_host
-            # With one norm for all, stores and updates both keep the embedding before the layers.
-            row(f"the lowest layer of kind {kind}", alone + edge if c.delayed else alone, begin + end)
-            if not c.delayed:
-                # Updates follow gradients from the top down: those of the layers above come first.
-                above = costs.update_host.seconds * v.host_layers[kind]
-                chain = above + (costs.store.seconds + costs.load.seconds) * on_host
-                row(f"the lowest layer of kind {kind} after those above", chain, begin + one_backward * on_host)
+        # With n host-updated layers the lowest is at most the n-th from the top.
+        from_lowest = forwards - slowest * (c.model.num_layers - v.num_host)
+        row("the lowest layer", stored, (update + load) * v.any_layer, from_lowest, middle)
+        updates = self._layers_sum(lambda costs: costs.update_host.seconds)
         if c.delayed:
-            chain = edge + self._layers_sum(lambda costs: costs.store.seconds + costs.update_host.seconds)
-            chain += self.least(lambda costs: costs.load.seconds) * v.any_layer
-            row("the topmost layer", chain, turn + (one_forward + one_backward) * v.any_layer)
-        chain = edge + embedding.load.seconds * v.embedding
-        row("the embedding", chain, forwards + first * c.embed.seconds + embedding_complete)
+            # Stores, updates and loads all keep the embedding before the layers, and low layers before high ones.
+            loads = self._layers_sum(lambda costs: costs.load.seconds)
+            row(
+                "the lowest layer after the embedding", stored, edge, (update + load) * v.any_layer, from_lowest, middle
+            )
+            row("the topmost layer: updates", stored, edge, updates, load * v.any_layer, one_forward, middle)
+            row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
+        else:
+            # Updates follow gradients from the top down: those of the layers above come first.
+            last = c.outline.groups[-1]
+            complete = last * c.loss.seconds + last * min(self._seconds("backward")) * v.any_layer
+            store = self.least(lambda costs: costs.store.seconds)
+            chain = updates + (store + load) * v.any_layer
+            row("the lowest layer: updates", complete, chain, from_lowest, middle)
+        for kind, layers in c.kinds.items() if len(c.kinds) > 1 else ():
+            # Kinds that alternate, or lie one above the other, have a lowest layer each.
+            costs, below = c.block_costs[layers[0]], self._below_lowest(kind)
+            begin = forwards - slowest * below + middle
+            end = self._backwards_to(below)
+            alone = costs.store.seconds + costs.update_host.seconds + costs.load.seconds
+            row(f"the lowest layer of kind {kind}", alone * v.any_host[kind], begin, end)
+        row(
+            "the embedding",
+            edge + embedding.load.seconds * v.embedding,
+            forwards + first * c.embed.seconds,
+            embedding_complete,
+        )
+
+    def _backwards_to(self, below: Linear) -> Linear:
+        """From the last group's first loss to the gradient of a layer with at most `below` layers below it."""
+        last = self.c.outline.groups[-1]
+        left = last * max(self._seconds("backward")) * below
+        turn = last * self.c.loss.seconds + self.c.block_costs[-1].finish_seconds
+        return self.backwards(last) - left + (turn + self.least(lambda costs: costs.finish_seconds))
+
+    def _stored(self) -> Linear:
+        """From the last group's first loss to the end of the store of the lowest host-updated layer, which is last.
+
+        All that streams is host-updated, so it has come again by then.
+        """
+        mip, c, v = self.mip, self.c, self.variables
+        stored, last = mip.quantity("stored_seconds"), c.outline.groups[-1]
+        store = self.least(lambda costs: costs.store.seconds) * v.any_layer
+        turn, one_backward = last * c.loss.seconds, last * min(self._seconds("backward"))
+        stores = self._layers_sum(lambda costs: costs.store.seconds)
+        mip.at_least("stored: backward", stored, self._backwards_to(c.model.num_layers - v.num_host) + store)
+        mip.at_least("stored: stores", stored, stores + turn + one_backward * v.any_layer)
+        ends = 0.0 if c.outline.checkpoint_interval > 1 else turn + 2 * one_backward
+        mip.at_least("stored: loads", stored, self.reload + ends * v.any_reloads + store)
+        mip.at_least("stored: stores beside loads", stored, stores + self.both * self.reload)
+        mip.at_least("stored: loads beside stores", stored, self.reload + self.both * stores)
+        moved = self._layers_sum(lambda costs: costs.store.dram_bytes / self.dram_rate)
+        mip.at_least("stored: DRAM", stored, moved + self.reload_dram)
+        return stored

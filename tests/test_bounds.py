@@ -1,0 +1,109 @@
+"""The program against the replay: never above it in time or memory, whatever the policy, and not far below."""
+
+from random import Random
+
+import pytest
+from planning_cases import Case, machine, random_case, random_policy, seven_billion, toy_model
+
+from planner.coefficients import Outline
+from planner.layout import policies
+from planner.memory_rows import GB
+from planner.outlines import outlines
+from planner.plan import Limits
+from planner.problem import Problem
+from planner.solve import solve
+from planner.variables import policy_decisions
+from simulator.hardware import load_hardware
+from simulator.policy import SAVE_LEVELS, Policy, Workload
+
+PLENTY = Limits(device_memory_bytes=2**60, host_memory_bytes=2**60)
+ROUNDING = 1e-9
+
+
+def check_policy_against_replay(case: Case, policy: Policy) -> None:
+    problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
+    outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+    formulation = problem.formulation(outline)
+    values = formulation.evaluate(policy_decisions(formulation.coefficients, policy))
+    figures = problem.figures(policy)
+    assert formulation.step.value(values) <= figures.step_seconds * (1 + ROUNDING)
+    # The replay's peaks are whole bytes.
+    assert GB * formulation.memory.device_gb.value(values) <= figures.device_peak_bytes + 2
+    assert GB * formulation.memory.host_gb.value(values) <= figures.host_peak_bytes + 2
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_relaxation_and_memory_of_random_policies_are_below_their_replay(part: int) -> None:
+    for seed in range(60):
+        random = Random(f"{part}.{seed}")
+        case = random_case(random)
+        check_policy_against_replay(case, random_policy(random, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_relaxation_and_memory_of_thousands_of_random_policies_are_below_their_replay(part: int) -> None:
+    for seed in range(400):
+        random = Random(f"slow.{part}.{seed}")
+        case = random_case(random, max_layers=8, max_rows=6)
+        check_policy_against_replay(case, random_policy(random, case))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_relaxation_is_below_the_replay_on_a_real_machine(seed: int) -> None:
+    random = Random(seed)
+    workload = Workload(
+        sequence_length=1024,
+        tokens_per_step=1024 * random.choice([4, 16, 32]),
+        gradient_format=random.choice(["bf16", "fp32"]),
+        clipping=random.choice(["global", "global", "none"]),
+        compiled=True,
+    )
+    model = seven_billion()
+    policy = random_policy(random, Case(model, workload, machine(), None))  # type: ignore[arg-type]
+    problem = Problem(model, workload, load_hardware("h200"), PLENTY)
+    outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+    formulation = problem.formulation(outline)
+    assert formulation.bound_of(policy) <= problem.figures(policy).step_seconds * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_optimum_is_below_every_policy_within_the_limits(seed: int) -> None:
+    # The limits are exactly what a random policy takes, so it is a solution, and the optimum cannot be slower.
+    random = Random(seed)
+    case = random_case(random)
+    policy = random_policy(random, case)
+    problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
+    figures = problem.figures(policy)
+    limits = Limits(device_memory_bytes=figures.device_peak_bytes, host_memory_bytes=figures.host_peak_bytes)
+    outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+    solution = solve(problem.with_limits(limits).formulation(outline).mip, gap=1e-6)
+    assert solution.status == "solved"
+    assert solution.bound <= figures.step_seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_of_a_laid_out_solution_is_the_replay_s(seed: int) -> None:
+    # One kind of layer: the layout by transients is the best, and the program's memory is exact.
+    random = Random(seed)
+    case = random_case(random)
+    while len(set(case.model.kind_of_block[1:-1])) > 1:
+        case = random_case(random)
+    problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
+    for outline in outlines(case.model, case.workload):
+        formulation = problem.formulation(outline)
+        decisions = policy_decisions(formulation.coefficients, random_policy(random, case))
+        if {level for (_, level), count in decisions.levels.items() if count} - set(formulation.coefficients.levels):
+            continue
+        expected = GB * formulation.memory.device_gb.value(formulation.evaluate(decisions))
+        # Batches of later groups may come early: 16 bytes a token.
+        slack = 1.03 * 17 * case.workload.tokens_per_step + 2
+        for policy in policies(formulation.coefficients, decisions):
+            assert expected - 2 <= problem.figures(policy).device_peak_bytes <= expected + slack
+
+
+def test_every_save_level_of_a_compiled_workload_is_a_choice() -> None:
+    model = toy_model(3, layer_elements=128 * 100)
+    problem = Problem(model, Workload(sequence_length=8, tokens_per_step=8, compiled=True), machine(), PLENTY)
+    levels = problem.formulation(Outline(1, (1,))).coefficients.levels
+    assert levels == tuple(SAVE_LEVELS)

@@ -1,0 +1,193 @@
+"""Plans as files, as text, and beside their rivals."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from planning_cases import machine, seven_billion, toy_model
+
+from planner.explain import plan_table
+from planner.plan import Limits, Plan, require_same_inputs
+from planner.search import default_limits, plan
+from simulator.errors import InputError
+from simulator.hardware import load_hardware
+from simulator.placement import place
+from simulator.policy import Workload, check_policy
+from simulator.predict import predict
+
+GIB = 2**30
+WORKLOAD = Workload(sequence_length=1024, tokens_per_step=16384, gradient_format="bf16", compiled=True)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    limits = Limits(device_memory_bytes=64 * GIB, host_memory_bytes=120 * GIB)
+    return plan(seven_billion(), WORKLOAD, load_hardware("h200"), limits, model_path="models/seven")
+
+
+def test_a_plan_says_what_it_was_made_for_and_what_it_promises(planned: Plan) -> None:
+    data = json.loads(planned.model_dump_json())
+    assert data["inputs"]["model"]["path"] == "models/seven"
+    assert data["inputs"]["model"]["num_parameters"] == seven_billion().num_parameters
+    assert data["inputs"]["workload"]["tokens_per_step"] == 16384
+    assert data["inputs"]["limits"]["device_memory_bytes"] == 64 * GIB
+    assert data["inputs"]["hardware"]["name"] == "h200"
+    assert all(data["inputs"]["hashes"][key] for key in ("model", "hardware", "hardware_rates", "workload", "limits"))
+    assert set(data["prediction"]) == {
+        "step_seconds", "tflops", "tflops_with_attention", "tokens_per_second",
+        "device_peak_bytes", "host_peak_bytes", "nvme_peak_bytes", "breakdown_seconds",
+    }  # fmt: skip
+    assert set(data["bound"]) == {"step_seconds", "gap"}
+    assert data["solver"]["name"] == "HiGHS"
+    assert sum(planned.price_shares.values()) == pytest.approx(1)
+    assert planned.price_shares["roofline"] == 1.0
+
+
+def test_a_plan_survives_its_file(planned: Plan, tmp_path: Path) -> None:
+    planned.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == planned
+
+
+def test_timings_stand_outside_the_hash(planned: Plan) -> None:
+    other = planned.model_copy(update={"timings": {"search_seconds": 1e6}})
+    assert other.hashed().plan_hash == planned.plan_hash
+    assert set(planned.timings) == {"search_seconds", "baselines_seconds"}
+
+
+def test_an_edited_plan_is_refused(planned: Plan, tmp_path: Path) -> None:
+    data = json.loads(planned.model_dump_json())
+    data["policy"]["prefetch_depth"] += 1
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(InputError, match=r"plan\.json: its content does not match its plan_hash"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("{", "plan.json"), ('{"version": 1}', "inputs"), ("[]", "plan.json"), ('{"unknown": 1}', "unknown")],
+)
+def test_files_that_are_no_plan_are_refused_by_name(text: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(InputError, match=complaint):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_missing_plan_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.json"):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+def test_a_plan_for_other_inputs_is_refused_and_the_difference_named(planned: Plan) -> None:
+    require_same_inputs(planned, model=seven_billion(), workload=WORKLOAD)
+    with pytest.raises(InputError, match=r"workload\.sequence_length is 512, the plan has 1024"):
+        require_same_inputs(planned, workload=WORKLOAD.model_copy(update={"sequence_length": 512}))
+    with pytest.raises(InputError, match=r"model\.num_layers is 2, the plan has 28") as caught:
+        require_same_inputs(planned, model=toy_model(2, layer_elements=128))
+    assert "model.kinds differs" in str(caught.value)
+
+
+def test_a_plan_replays_to_its_own_figures_and_on_another_machine_to_others(planned: Plan) -> None:
+    assert planned.replay().figures == planned.prediction
+    other = planned.replay(load_hardware("rtx-4090")).figures
+    assert other.step_seconds > 2 * planned.prediction.step_seconds
+
+
+def test_limits_default_to_the_machine_s_memory() -> None:
+    hardware = load_hardware("h200")
+    limits = default_limits(hardware)
+    assert limits.device_memory_bytes == hardware.device.memory_bytes
+    assert limits.host_memory_bytes == hardware.host.memory_bytes
+    assert limits.bytes_of("nvme") == 0
+
+
+# Rivals
+
+
+def test_rivals_are_priced_by_the_same_replay(planned: Plan) -> None:
+    assert set(planned.baselines) == {"MegaTrain", "ZeRO-3 offload", "all in HBM"}
+    for baseline in planned.baselines.values():
+        if baseline.policy is None:
+            assert baseline.infeasible
+            continue
+        check_policy(baseline.policy, planned.model, WORKLOAD)
+        figures = predict(planned.model, WORKLOAD, baseline.policy, planned.hardware).figures
+        assert figures == baseline.prediction
+        assert figures.step_seconds >= planned.prediction.step_seconds
+        assert figures.device_peak_bytes <= 64 * GIB
+
+
+def test_megatrain_streams_all_layers_through_two_slots_in_one_group(planned: Plan) -> None:
+    policy = planned.baselines["MegaTrain"].policy
+    assert policy is not None
+    assert set(policy.weight_homes[1:-1]) == {"host"}
+    assert len(place(planned.model, WORKLOAD, policy).slots) == 2
+    assert set(policy.optimizer_homes) == {"host"}
+    assert len(policy.groups) == 1
+    assert policy.checkpoint_interval == 4
+    assert set(policy.save_levels) == {"input"}
+
+
+def test_zero_offload_streams_all_layers_once_more_for_every_micro_batch(planned: Plan) -> None:
+    policy = planned.baselines["ZeRO-3 offload"].policy
+    assert policy is not None
+    assert set(policy.groups) == {1}
+    assert set(policy.weight_homes[1:-1]) == {"host"}
+    assert policy.checkpoint_interval == 1
+
+
+def test_a_rival_that_does_not_fit_says_by_how_much(planned: Plan) -> None:
+    # Weights, state and sums of 7.6 B parameters: 2 + 10 + 4 bytes each, 114 GiB, and 64 GiB are there.
+    assert planned.baselines["all in HBM"].policy is None
+    assert planned.baselines["all in HBM"].infeasible.startswith("device memory short by")
+
+
+def test_all_in_hbm_leaves_nothing_on_the_host() -> None:
+    found = plan(seven_billion(), WORKLOAD, load_hardware("h200"))
+    rival = found.baselines["all in HBM"]
+    assert rival.policy is not None
+    assert rival.prediction is not None
+    assert set(rival.policy.optimizer_homes) == {"device"}
+    assert found.prediction.step_seconds <= rival.prediction.step_seconds
+
+
+def test_models_too_small_for_every_fourth_input_still_have_rivals() -> None:
+    model = toy_model(2, layer_elements=128 * 100, edge_elements=128)
+    found = plan(model, Workload(sequence_length=8, tokens_per_step=16), machine())
+    assert all(baseline.policy is not None for baseline in found.baselines.values())
+
+
+# Text
+
+
+def test_the_table_tells_where_everything_lives_with_units(planned: Plan) -> None:
+    text = plan_table(planned)
+    for words in (
+        "models/seven: 7.62 B parameters in 28 layers",
+        "exact clipping",
+        "optimizer state",
+        "GiB",
+        "TFLOPS (6 N T)",
+        "tokens per second",
+        "MegaTrain",
+        "all in HBM does not fit: device memory short by",
+        "bottleneck: GPU compute",
+        "bound: no policy considered steps in less than",
+        "100% computed from the machine's profile",
+        "found by HiGHS",
+    ):
+        assert words in text
+    assert max(len(line) for line in text.splitlines()[:40]) <= 160
+
+
+def test_bytes_in_the_table_add_up_to_the_peaks(planned: Plan) -> None:
+    lines = plan_table(planned).splitlines()
+    header = next(number for number, line in enumerate(lines) if line.startswith("what lives where")) + 1
+    peak = next(number for number, line in enumerate(lines) if line.startswith("peak"))
+    right = lines[header].index("device") + len("device")  # cells end where the header's word does
+    sizes = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
+    total = 0.0
+    for line in lines[header + 1 : peak]:
+        cell = re.search(r"([\d.]+) ([KMG]iB)$", line[:right])
+        total += float(cell[1]) * sizes[cell[2]] if cell else 0.0
+    assert total == pytest.approx(planned.prediction.device_peak_bytes / GIB, abs=0.3)
