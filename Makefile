@@ -12,7 +12,7 @@ help:
 	@echo "make venv    only make $(VENV) and install the tested versions into it"
 
 demo: $(INSTALLED)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m analysis.demo
+	OMP_WAIT_POLICY=passive PYTORCH_ALLOC_CONF=expandable_segments:True $(BIN)/python -m analysis.demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m ruff check .

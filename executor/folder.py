@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from simulator.errors import ConveyorError, InputError
+from simulator.system import free_disk_bytes
 from simulator.units import format_bytes
 
 PARTIAL_SUFFIX = ".partial"
@@ -31,14 +32,6 @@ def require_path(path: Path | str, *, what: str) -> Path:
     nearest = difflib.get_close_matches(wrong.name, names, n=1, cutoff=0.6)
     hint = f"; did you mean {wrong.parent / nearest[0]}?" if nearest else ""
     raise InputError(f"{what}: {path} does not exist{hint}")
-
-
-def free_disk_bytes(path: Path) -> int:
-    """Free bytes of the disk on which `path` lies or would lie."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def require_free_disk(

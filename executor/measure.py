@@ -21,7 +21,15 @@ from executor.trainer import Trainer
 from simulator.costs import MeasuredCost, OperationCosts, operation_key, shape_hash
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec, model_spec
-from simulator.policy import EAGER_SAVE_LEVELS, SAVE_LEVELS, Policy, SaveLevel, Workload, uniform_policy
+from simulator.policy import (
+    EAGER_SAVE_LEVELS,
+    HEAD_CHUNK_TOKENS,
+    SAVE_LEVELS,
+    Policy,
+    SaveLevel,
+    Workload,
+    uniform_policy,
+)
 from simulator.program import Kind, Operation, Resource, Role
 
 NUM_LAYERS = 3  # the fewest with a first, a middle and a last
@@ -92,11 +100,14 @@ def measure(
 
 
 def _policies(model: ModelSpec, workload: Workload, levels: Sequence[SaveLevel], rows: int) -> Iterator[Policy]:
+    chunk = min(HEAD_CHUNK_TOKENS, rows * workload.sequence_length)
     for level in levels:
-        yield uniform_policy(model, workload, micro_batch_rows=rows, groups=(MICRO_BATCHES,), save_level=level)
+        yield uniform_policy(
+            model, workload, micro_batch_rows=rows, groups=(MICRO_BATCHES,), save_level=level, head_chunk_tokens=chunk
+        )
     yield uniform_policy(
         model, workload, micro_batch_rows=rows, groups=(MICRO_BATCHES,), save_level=levels[-1],
-        weights="host", optimizer="host",
+        weights="host", optimizer="host", head_chunk_tokens=chunk,
     )  # fmt: skip
 
 

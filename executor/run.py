@@ -81,6 +81,7 @@ class Run:
         self.model_folder = folder if folder is not None and has_weights(folder) else None
         self.dataset = _open_dataset(config, model, workload, folder)
         self.num_steps = _num_steps(config, self.dataset)
+        self.steps_applied = 0
         check_schedule(warmup_steps=config.warmup_steps, max_steps=self.num_steps)
         self.resume_from = _resume_from(config.resume, self.checkpoints)
         self._require_disk()
@@ -134,7 +135,7 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         require_free_disk(
             self.directory, needed, what=f"{self.config.keep_checkpoints + 1} checkpoints and the exported model",
-            remedy="lower keep_checkpoints, or set output to a larger disk",
+            error=InputError, remedy="lower keep_checkpoints, or set output to a larger disk",
         )  # fmt: skip
 
     def prepare(self) -> None:
@@ -148,6 +149,7 @@ class Run:
         if self.resume_from is not None:
             progress = checkpoint.load(self.resume_from, model=self.model, states=states, settings=self._settings())
             self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
+            self.steps_applied = progress.applied_steps
             self.say(f"resumed from {self.resume_from} after {progress.step} steps")
             return
         if self.model_folder is not None:
@@ -201,18 +203,18 @@ class Run:
         return self._outcome(results, seconds, host_peak.peak_bytes, exported)
 
     def _log(self, result: StepResult, seconds: float, host_bytes: int) -> None:
-        if not math.isfinite(result.loss) and self.policy.clipping != "global":
+        if not math.isfinite(result.gradient_norm) and self.policy.clipping != "global":
             newest = checkpoint.latest(self.checkpoints)
             raise ConveyorError(
-                f"step {result.step}: the loss is {result.loss}; with clipping {self.policy.clipping!r} a non-finite "
-                f"gradient cannot be skipped. The last checkpoint is {newest or 'none'}"
+                f"step {result.step}: the gradient is not finite (loss {result.loss}), and with clipping "
+                f"{self.policy.clipping!r} other layers are updated already. The last checkpoint is {newest or 'none'}"
             )
         config, tokens = self.config, self.workload.tokens_per_step
         row = {
             "step": result.step,
             "loss": result.loss,
             "learning_rate": learning_rate(
-                result.step, peak=config.learning_rate, schedule=config.lr_schedule,
+                self.steps_applied, peak=config.learning_rate, schedule=config.lr_schedule,
                 warmup_steps=config.warmup_steps, max_steps=self.num_steps,
             ),
             "gradient_norm": result.gradient_norm,
@@ -227,6 +229,7 @@ class Run:
             "host_peak_bytes": host_bytes,
         }  # fmt: skip
         append_metrics(self.directory, row)
+        self.steps_applied += result.applied  # a skipped step leaves the schedule where it was
         if not result.applied:
             self.say(f"step {result.step}: the gradient is not finite; the step is skipped, nothing has changed")
         if result.step % config.log_every == 0 or result.step == self.num_steps - 1:

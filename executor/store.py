@@ -10,10 +10,9 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from simulator.errors import OutOfMemory
 from simulator.formats import GradientFormat, Precision
 from simulator.model import BlockSpec, ModelSpec, TensorSpec
+from simulator.system import host_memory_available_bytes
 from simulator.units import GIB, MIB, format_bytes
 
 # What a block keeps, in the order of its region: planes that stream come first, so that one range is pinned.
@@ -135,8 +135,9 @@ def planned_bytes(
     resident = pinned = 0
     for index, layout in enumerate(layouts):
         sizes = _plane_bytes(model.block(index), layout, precision, gradient_format)
-        resident += _whole_pages(sum(sizes.values()))
-        pinned += _whole_pages(sum(size for plane, size in sizes.items() if plane in layout.pinned))
+        block_pinned = _pinned_bytes(sizes, layout)
+        resident += block_pinned + _whole_pages(_unpinned_bytes(sizes, layout))
+        pinned += block_pinned
     return HostBytes(resident, pinned)
 
 
@@ -162,7 +163,7 @@ class HostStore:
     ) -> None:
         assert len(layouts) == model.num_blocks
         planned = planned_bytes(model, layouts, precision=precision, gradient_format=gradient_format)
-        free = available_host_bytes()
+        free = host_memory_available_bytes()
         if planned.resident > free:
             raise OutOfMemory(
                 f"host memory short by {format_bytes(planned.resident - free)}: the training state needs "
@@ -177,17 +178,19 @@ class HostStore:
             sizes = _plane_bytes(model.block(index), layout, precision, gradient_format)
             planes: dict[Plane, torch.Tensor] = {}
             if sizes:
-                region = _map_region(_whole_pages(sum(sizes.values())))
+                num_pinned = _pinned_bytes(sizes, layout)
+                region = _map_region(num_pinned + _whole_pages(_unpinned_bytes(sizes, layout)))
                 regions.append(region)
                 offset = 0
                 for plane, size in sizes.items():
+                    if plane not in layout.pinned:
+                        offset = max(offset, num_pinned)
                     dtype = plane_dtype(plane, precision, gradient_format)
                     assert dtype is not None
                     planes[plane] = region[offset : offset + size].view(dtype)
                     offset += size
-                num_pinned = sum(size for plane, size in sizes.items() if plane in layout.pinned)
                 if num_pinned:
-                    pinned_ranges.append((region.data_ptr(), _whole_pages(num_pinned)))
+                    pinned_ranges.append((region.data_ptr(), num_pinned))
             self._planes.append(planes)
         _touch(regions)
         if pinning:
@@ -218,28 +221,21 @@ class HostStore:
         self._planes = []
 
 
-def available_host_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its control group's where that is less."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Pages of files are given up when memory is asked for.
-        used = int((group / "memory.current").read_text()) - int(statistics["file"]) + int(statistics["shmem"])
-        free = min(free, limit - used)
-    except (OSError, ValueError, KeyError):
-        pass  # no control group, or one without a limit
-    return max(free, 0)
-
-
 def _plane_bytes(
     block: BlockSpec, layout: BlockLayout, precision: Precision, gradient_format: GradientFormat
 ) -> dict[Plane, int]:
     """Bytes of each plane in the region's order. `num_elements` is a multiple of 128, so planes stay aligned."""
     dtypes = {plane: plane_dtype(plane, precision, gradient_format) for plane in layout.order}
     return {plane: block.num_elements * dtype.itemsize for plane, dtype in dtypes.items() if dtype is not None}
+
+
+def _pinned_bytes(sizes: Mapping[Plane, int], layout: BlockLayout) -> int:
+    """Bytes of the planes that stream, to the end of their last page: CUDA refuses copies of half-pinned memory."""
+    return _whole_pages(sum(size for plane, size in sizes.items() if plane in layout.pinned))
+
+
+def _unpinned_bytes(sizes: Mapping[Plane, int], layout: BlockLayout) -> int:
+    return sum(size for plane, size in sizes.items() if plane not in layout.pinned)
 
 
 def _whole_pages(num_bytes: int) -> int:
@@ -282,7 +278,7 @@ def _register(pinning: Pinning, ranges: Sequence[tuple[int, int]], registered: l
                     f"pinned host memory: cudaHostRegister refused {chunk} bytes ({format_bytes(chunk)}) after "
                     f"{format_bytes(done)} of {format_bytes(total)}: {pinning.describe(code)} (error {code}); "
                     f"locked memory is limited to {limit_text}, "
-                    f"{format_bytes(available_host_bytes())} of host memory are free"
+                    f"{format_bytes(host_memory_available_bytes())} of host memory are free"
                 )
             registered.append(address + offset)
             done += chunk

@@ -12,7 +12,7 @@ from planner.solve import TIME_LIMIT_SECONDS, solver_failure, solver_version
 from simulator.costs import OperationCosts, operation_key
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
-from simulator.policy import Policy, Workload
+from simulator.policy import Policy, Workload, check_workload
 from simulator.predict import Prediction
 
 # Below what prices can tell: the solver may stop at a gap of this, the search where it could win no more than this.
@@ -45,6 +45,7 @@ def plan(
     changes that would make it fit. Where no solver can be loaded the greedy planner answers, and `solver` says so.
     """
     started = time.perf_counter()
+    check_workload(workload, nvme_memory_bytes=limits.nvme_memory_bytes if limits is not None else 0)
     problem = Problem(model, workload, hardware, limits or default_limits(hardware), costs)
     version = solver_version()
     search = Search(problem, outlines(model, workload), gap=gap, tolerance=gap, solver=version is not None)

@@ -29,6 +29,8 @@ SAVE_LEVELS: dict[SaveLevel, float] = {
     "budget_10": 0.1,
     "input": 0.0,
 }
+# Tokens whose logits exist at a time, where a micro-batch has as many.
+HEAD_CHUNK_TOKENS = 2048
 EAGER_SAVE_LEVELS: tuple[SaveLevel, ...] = ("keep", "input")
 
 
@@ -56,6 +58,12 @@ class Workload(Schema):
             )
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _formats_agree(self) -> Self:
+        if self.precision == "fp64" and self.gradient_format != "fp32":
+            raise ValueError("gradient_format: fp64 runs keep fp64 gradients; leave it at fp32")
+        return self
+
     @property
     def rows_per_step(self) -> int:
         return self.tokens_per_step // self.sequence_length
@@ -74,7 +82,7 @@ class Policy(Schema):
     gradient_homes: tuple[Home, ...]  # completed gradients, until the update
     gradient_slabs: int = pydantic.Field(default=2, ge=2)  # transit to the host, never the store
     optimizer_homes: tuple[OptimizerHome, ...]  # device: state in HBM; host: updated there
-    head_chunk_tokens: int = pydantic.Field(default=2048, gt=0)
+    head_chunk_tokens: int = pydantic.Field(default=HEAD_CHUNK_TOKENS, gt=0)
     mlp_chunk_tokens: int = pydantic.Field(default=0, ge=0)  # 0: the MLP is not chunked
     clipping: Clipping = "global"
     gradient_format: GradientFormat = "fp32"
@@ -102,7 +110,7 @@ def uniform_policy(
     prefetch_depth: int = 1,
     checkpoint_interval: int = 1,
     gradient_slabs: int = 2,
-    head_chunk_tokens: int = 2048,
+    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Policy:
     """A policy that treats all layers alike; the embedding and the head keep their weights resident."""
     layers, blocks = model.num_layers, model.num_blocks
@@ -122,6 +130,14 @@ def uniform_policy(
         gradient_format=workload.gradient_format,
         state_format=workload.state_format,
     )
+
+
+def check_workload(workload: Workload, *, nvme_memory_bytes: int = 0) -> None:
+    """Refuse by name (UnsupportedChoice) what a user may ask for and this version does not build."""
+    if workload.state_format != "fp32":
+        raise UnsupportedChoice(f"state_format: {workload.state_format!r} is not built yet; use 'fp32'")
+    if nvme_memory_bytes:
+        raise UnsupportedChoice("nvme_memory: state on disk is not built yet; use 0")
 
 
 def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
