@@ -12,11 +12,19 @@ from typing import NamedTuple, Protocol
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
 from simulator.placement import batch_bytes, place
-from simulator.policy import EAGER_SAVE_LEVELS, SAVE_LEVELS, Home, OptimizerHome, Policy, SaveLevel, Workload
+from simulator.policy import (
+    EAGER_SAVE_LEVELS,
+    HEAD_CHUNK_TOKENS,
+    SAVE_LEVELS,
+    Home,
+    OptimizerHome,
+    Policy,
+    SaveLevel,
+    Workload,
+)
 from simulator.program import Buffer, Kind, Operation, Resource, Role, Tier
 from simulator.replay import Price, Sharing
 
-HEAD_CHUNK_TOKENS = 2048
 GRADIENT_SLABS = 2
 
 
