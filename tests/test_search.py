@@ -26,7 +26,7 @@ from planner.search import plan
 from planner.solve import Solution
 from simulator.build import build
 from simulator.check import check
-from simulator.errors import InfeasiblePlan
+from simulator.errors import InfeasiblePlan, UnsupportedChoice
 from simulator.hardware import load_hardware
 from simulator.policy import Workload
 
@@ -216,6 +216,14 @@ def test_where_both_tiers_are_short_both_are_named() -> None:
     with pytest.raises(InfeasiblePlan, match=r"device memory is short by .* and host memory is short by") as caught:
         plan_7b(4, 4)
     assert caught.value.short_bytes > 90 * GIB
+
+
+def test_choices_that_no_policy_can_serve_yet_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedChoice, match="8bit"):
+        plan_7b(state_format="8bit")
+    limits = Limits(device_memory_bytes=GIB, host_memory_bytes=GIB, nvme_memory_bytes=GIB)
+    with pytest.raises(UnsupportedChoice, match="NVMe"):
+        plan(seven_billion(), Workload(sequence_length=8, tokens_per_step=8), machine(), limits)
 
 
 # Without a solver, and with one that gives up
