@@ -44,7 +44,8 @@ def plan(
     """The best policy that the search finds for a workload on a machine, with its prediction and bound.
 
     `limits` default to the machine's memory. Raises InfeasiblePlan naming the binding resource, the bytes short and
-    changes that would make it fit, and UnsupportedChoice for what no policy can serve yet. Where no solver can be loaded the greedy planner answers, and `solver` says so.
+    changes that would make it fit, and UnsupportedChoice for what no policy can serve yet. Where no solver can be
+    loaded the greedy planner answers, and `solver` says so.
     """
     started = time.perf_counter()
     _refuse_what_is_not_built(model, workload, limits)
