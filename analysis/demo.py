@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planner.explain import plan_table
-from planner.search import plan
 
 from analysis.report import plot
 from executor.config import TrainConfig
 from executor.launch import launch
 from executor.measure import measure
+from planner.explain import plan_table
+from planner.search import plan
 from simulator.model import model_spec
 from simulator.policy import Workload
 from simulator.probe import probe

@@ -48,6 +48,7 @@ _IGNORED = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attn.bias")
 _PICKLED = ("pytorch_model*.bin*", "*.pth")
 _SOURCE_DTYPES = ("BF16", "F16", "F32", "F64")
 _RANDOM_PIECE = 2**20  # elements with a generator of their own
+_RANDOM_PIECE_ON_GPU = 2**26
 
 # Takes a block's index, a tensor of the block, and flat host values for the elements from the given one on.
 Sink = Callable[[int, TensorSpec, int, torch.Tensor], None]
@@ -67,9 +68,19 @@ def state_sink(states: Sequence[BlockState]) -> Sink:
         weights = state.weights[begin : begin + values.numel()]
         if state.low is None:
             weights.copy_(values)
+            return
+        low = state.low[begin : begin + values.numel()]
+        if values.device.type == "cuda" and weights.device.type == "cpu":
+            # Split where the values are: the host would take a hundred times as long.
+            high, remainder = (
+                torch.empty_like(values, dtype=torch.bfloat16),
+                torch.empty_like(values, dtype=torch.int16),
+            )
+            split_planes(values.float(), high, remainder)
+            weights.copy_(high)
+            low.copy_(remainder)
         else:
-            values = values.to(device=weights.device, dtype=torch.float32)
-            split_planes(values, weights, state.low[begin : begin + values.numel()])
+            split_planes(values.to(device=weights.device, dtype=torch.float32), weights, low)
 
     return write
 
@@ -156,20 +167,30 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def initialise(model: ModelSpec, config: Mapping[str, Any], states: Sequence[BlockState], *, seed: int) -> None:
+def initialise(
+    model: ModelSpec,
+    config: Mapping[str, Any],
+    states: Sequence[BlockState],
+    *,
+    seed: int,
+    device: torch.device | None = None,
+) -> None:
     """Random weights as transformers draws them: matrices from N(0, initializer_range), norms 1, biases 0.
 
     `states` come zeroed. Every value is a function of (seed, block, position) alone, so neither placement nor the
-    number of cores changes it. The embedding of the padding token, if the config names one, is zero.
+    number of cores changes it. They are drawn on `device`: a GPU draws other values than a CPU, and billions of them in
+    seconds. The embedding of the padding token, if the config names one, is zero.
     """
     hf_config = transformers_config(dict(config))
     deviation = float(getattr(hf_config, "initializer_range", None) or 0.02)
     write = state_sink(states)
     pieces = []
+    on_gpu = device is not None and device.type == "cuda"
+    piece_elements = _RANDOM_PIECE_ON_GPU if on_gpu else _RANDOM_PIECE
     for index in range(model.num_blocks):
         for position, tensor in enumerate(model.block(index).tensors):
             if len(tensor.shape) > 1:
-                firsts = range(0, tensor.num_elements, _RANDOM_PIECE)
+                firsts = range(0, tensor.num_elements, piece_elements)
                 pieces += [(index, position, tensor, first) for first in firsts]
             elif not tensor.name.endswith("bias"):
                 write(index, tensor, 0, torch.ones(tensor.num_elements))
@@ -177,12 +198,18 @@ def initialise(model: ModelSpec, config: Mapping[str, Any], states: Sequence[Blo
     def draw(piece: _Piece) -> torch.Tensor:
         index, position, tensor, first = piece
         sequence = np.random.SeedSequence([seed, index, position, first])
+        num_elements = min(piece_elements, tensor.num_elements - first)
+        if on_gpu:
+            key = int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+            drawn = torch.empty(num_elements, device=device)
+            return drawn.normal_(0.0, deviation, generator=torch.Generator(device).manual_seed(key))
         generator = np.random.Generator(np.random.SFC64(sequence))
-        values = generator.standard_normal(min(_RANDOM_PIECE, tensor.num_elements - first), dtype=np.float32)
+        values = generator.standard_normal(num_elements, dtype=np.float32)
         values *= np.float32(deviation)
         return torch.from_numpy(values)
 
-    for (index, _, tensor, first), values in _in_order(draw, pieces):
+    drawn_pieces = ((piece, draw(piece)) for piece in pieces) if on_gpu else _in_order(draw, pieces)
+    for (index, _, tensor, first), values in drawn_pieces:
         write(index, tensor, first, values)
     padding = getattr(hf_config, "pad_token_id", None)
     if padding is not None and 0 <= padding < model.vocab_size:

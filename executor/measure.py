@@ -107,7 +107,7 @@ def _trainer(
     table = step_scalars([1e-5] * 100_000, (0.9, 0.999), 0.0, dtype=dtype)
     optimization = Optimization(table=table, betas=(0.9, 0.999), epsilon=1e-8, max_grad_norm=1.0)
     trainer = Trainer(config, model, workload, policy, optimization, device=device)
-    initialise(model, config, trainer.memory.states(), seed=0)
+    initialise(model, config, trainer.memory.states(), seed=0, device=device)
     trainer.start()
     return trainer
 

@@ -86,7 +86,9 @@ class Run:
         self._require_disk()
         for line in self.dataset.report.lines():
             say(line)
+        started = time.perf_counter()
         self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
+        say(f"state allocated in {time.perf_counter() - started:.1f} s")
 
     @property
     def checkpoints(self) -> Path:
@@ -137,6 +139,11 @@ class Run:
 
     def prepare(self) -> None:
         """Fill the state: from a checkpoint, a model folder, or at random."""
+        started = time.perf_counter()
+        self._fill_state()
+        self.say(f"state filled in {time.perf_counter() - started:.1f} s; the first step compiles")
+
+    def _fill_state(self) -> None:
         states = self.trainer.memory.states()
         if self.resume_from is not None:
             progress = checkpoint.load(self.resume_from, model=self.model, states=states, settings=self._settings())
@@ -147,7 +154,7 @@ class Run:
             load_weights(self.model_folder, self.model, state_sink(states))
         else:
             self.say("no weights in the model's folder: they start at random")
-            initialise(self.model, self.model_config, states, seed=self.config.seed)
+            initialise(self.model, self.model_config, states, seed=self.config.seed, device=self.device)
         self.trainer.start()
 
     def train(self) -> Outcome:

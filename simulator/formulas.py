@@ -7,7 +7,6 @@ input embedding counted too although looking it up costs nothing. Attention is l
 from collections.abc import Sequence
 
 from simulator.model import ModelSpec
-from simulator.policy import Workload
 
 
 def tflops(model: ModelSpec, tokens: int, seconds: float) -> float:
@@ -50,7 +49,3 @@ def layer_elementwise_elements(model: ModelSpec, tokens: int) -> float:
     """
     rotary = 4 * (model.num_heads + model.num_kv_heads) * model.head_dim
     return tokens * (2 * 6 * model.hidden_size + 2 * 3 * model.hidden_size + rotary + 5 * model.intermediate_size)
-
-
-def step_tokens(workload: Workload) -> int:
-    return workload.tokens_per_step

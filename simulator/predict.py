@@ -17,7 +17,7 @@ from simulator.timeline import Timeline
 
 # The caching allocator reserves in blocks of 2 MiB and reuses what fits: reserved bytes lie above allocated ones by
 # this share of what passes through a step (persistent buffers are one allocation each and lose nothing).
-ALLOCATOR_SLACK = 0.03
+ALLOCATOR_SLACK = 0.08
 
 
 class StepFigures(Schema):

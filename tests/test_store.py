@@ -170,7 +170,8 @@ def test_cuda_pins_what_streams_and_nothing_else():
     for index in range(model.num_blocks):
         assert store.plane(index, "weights").is_pinned()
         assert store.plane(index, "gradient").is_pinned()
-        assert not store.plane(index, "second_moment")[-1:].is_pinned()
+    # A region of less than a page has all its planes in one; a layer's moments lie pages behind what streams.
+    assert not store.plane(1, "second_moment")[-1:].is_pinned()
     weights = store.plane(1, "weights")
     weights.copy_(torch.randn(weights.numel()))
     assert torch.equal(weights.to("cuda", non_blocking=True).cpu(), weights)
