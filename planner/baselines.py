@@ -71,17 +71,20 @@ def _fastest(problem: Problem, outlines: list[Outline], decisions: Decisions) ->
     for outline in outlines:
         formulation = problem.formulation(outline)
         values = formulation.evaluate(decisions)
-        over_gb = sum(max(0.0, row.expression.value(values)) for row in formulation.limits)
-        ranked.append((round(over_gb * GB), formulation.step.value(values), outline))
-    over: dict[str, int] = {}
-    for over_bytes, _, outline in sorted(ranked):
-        policy = lay_out(problem.coefficients(outline), decisions)
-        figures = problem.figures(policy)
-        excess = problem.excess_bytes(figures)
-        if not excess:
-            return Baseline(policy=policy, prediction=figures)
-        over = over or excess
+        over = {
+            row.title: round(GB * row.expression.value(values))
+            for row in formulation.limits
+            if row.expression.value(values) > 0
+        }
+        ranked.append((sum(over.values()), formulation.step.value(values), outline, over))
+    ranked.sort(key=lambda item: item[:3])
+    for over_bytes, _, outline, _ in ranked:
         if over_bytes:
             break
-    short = (f"{tier} memory short by {format_bytes(num_bytes)}" for tier, num_bytes in over.items())
-    return Baseline(infeasible=" and ".join(short))
+        policy = lay_out(problem.coefficients(outline), decisions)
+        figures = problem.figures(policy)
+        if not problem.excess_bytes(figures):
+            return Baseline(policy=policy, prediction=figures)
+    nearest = next((over for over_bytes, _, _, over in ranked if over_bytes), {})
+    short = (f"{title} short by {format_bytes(num_bytes)}" for title, num_bytes in nearest.items())
+    return Baseline(infeasible=" and ".join(short) or "memory short by less than the prediction can tell")

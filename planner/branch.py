@@ -17,7 +17,7 @@ from itertools import count
 
 from planner.coefficients import Outline
 from planner.formulation import Formulation
-from planner.greedy import greedy
+from planner.greedy import greedy, promise
 from planner.layout import policies, swaps
 from planner.least_memory import TIERS, least_memory
 from planner.memory_rows import Budget
@@ -98,9 +98,14 @@ class Search:
         """A good replay to begin with: of each micro-batch size the outline that takes least memory is solved first."""
         for outline in self.outlines:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
+        if not self.solver:
+            promising = sorted(self.outlines, key=lambda o: (promise(self._formulation(o, self.problem.budget)), o))
+            for outline in promising[:GREEDY_OUTLINES]:
+                self._push(self.bounds[outline], outline, None)
+            return
         order = sorted(self.outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
         opened: dict[int, Outline] = {}
-        for outline in order if self.solver else ():
+        for outline in order:
             if outline.checkpoint_interval == 1 and max(outline.groups) == 1:
                 opened.setdefault(outline.micro_batch_rows, outline)
         for outline in opened.values():
@@ -109,9 +114,9 @@ class Search:
             _, _, outline, decisions = heapq.heappop(self.queue)
             if decisions is not None:
                 self._replay(outline, decisions)
-        others = [outline for outline in order if outline not in opened.values()]
-        for outline in others if self.solver else others[:GREEDY_OUTLINES]:
-            self._push(self.bounds[outline], outline, None)
+        for outline in order:
+            if outline not in opened.values():
+                self._push(self.bounds[outline], outline, None)
 
     def _branch(self) -> None:
         """Solve outlines and replay decisions until no bound is below the best replay."""
@@ -207,6 +212,8 @@ class Search:
 
     def _rescue(self) -> None:
         """Where memory is so tight that no solution's replay fits, the policy that takes least may."""
+        for outline in self.outlines:  # no program had a solution, so none of them gave a bound
+            self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
         for tier in TIERS:
             least = least_memory(self.problem, tier, solver=self.solver)
             if least is not None and least.peak_bytes <= 1.01 * self.problem.limits.bytes_of(tier):

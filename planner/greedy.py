@@ -17,31 +17,35 @@ def greedy(formulation: Formulation) -> Decisions | None:
     return found[1] if found[0][0] <= 0 else None
 
 
+def promise(formulation: Formulation) -> tuple[float, float]:
+    """What the better of the starts costs: outlines that begin well end well."""
+    return min(_cost(formulation, start) for start in _starts(formulation))
+
+
 def _starts(formulation: Formulation) -> list[Decisions]:
-    """Everything on the device, everything on the host; each with the least and the most kept."""
+    """Everything on the device and everything on the host, each with the least kept."""
     c = formulation.coefficients
-    starts = []
-    for level in dict.fromkeys((c.levels[0], c.levels[-1])):
-        levels = {(kind, level): len(layers) for kind, layers in c.kinds.items()}
-        all_layers = {kind: len(layers) for kind, layers in c.kinds.items()}
-        starts.append(Decisions(levels, {}, False, False, {}, 0))
-        starts.append(Decisions(levels, all_layers, True, True, all_layers, min(2, c.model.num_layers)))
-    return starts
+    levels = {(kind, c.levels[-1]): len(layers) for kind, layers in c.kinds.items()}
+    everywhere = {kind: len(layers) for kind, layers in c.kinds.items()}
+    return [
+        Decisions(levels, {}, False, False, {}, 0),
+        Decisions(levels, everywhere, True, True, everywhere, min(2, c.model.num_layers)),
+    ]
 
 
 def _descend(formulation: Formulation, decisions: Decisions) -> tuple[tuple[float, float], Decisions]:
+    """Long strides first: a deep model is many single layers from its best plan."""
     cost = _cost(formulation, decisions)
-    layers = formulation.coefficients.model.num_layers
-    strides = tuple(sorted({1, max(1, layers // 8), max(1, layers // 3)}))
+    stride = max(1, formulation.coefficients.model.num_layers // 4)
     for _ in range(MAX_MOVES):
-        moves = [
-            (_cost(formulation, move), move)
-            for move in neighbours(formulation.coefficients, decisions, strides=strides)
-        ]
-        best = min(moves, key=lambda item: item[0])
-        if best[0] >= cost:
+        moves = neighbours(formulation.coefficients, decisions, strides=(stride,))
+        best = min(((_cost(formulation, move), move) for move in moves), key=lambda item: item[0])
+        if best[0] < cost:
+            cost, decisions = best
+        elif stride > 1:
+            stride //= 2
+        else:
             break
-        cost, decisions = best
     return cost, decisions
 
 

@@ -4,15 +4,17 @@ import time
 
 from planner.baselines import baselines
 from planner.branch import Search
+from planner.coefficients import Outline, base_policy
 from planner.infeasible import explain_infeasible
 from planner.outlines import outlines
 from planner.plan import Baseline, Bound, Limits, Plan, SolverReport, plan_inputs
 from planner.problem import Problem
 from planner.solve import TIME_LIMIT_SECONDS, solver_failure, solver_version
 from simulator.costs import OperationCosts, operation_key
+from simulator.errors import UnsupportedChoice
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
-from simulator.policy import Policy, Workload, check_workload
+from simulator.policy import Policy, Workload, check_policy
 from simulator.predict import Prediction
 
 # Below what prices can tell: the solver may stop at a gap of this, the search where it could win no more than this.
@@ -42,10 +44,11 @@ def plan(
     """The best policy that the search finds for a workload on a machine, with its prediction and bound.
 
     `limits` default to the machine's memory. Raises InfeasiblePlan naming the binding resource, the bytes short and
-    changes that would make it fit. Where no solver can be loaded the greedy planner answers, and `solver` says so.
+    changes that would make it fit, and UnsupportedChoice for what no policy can serve yet. Where no solver can be
+    loaded the greedy planner answers, and `solver` says so.
     """
     started = time.perf_counter()
-    check_workload(workload, nvme_memory_bytes=limits.nvme_memory_bytes if limits is not None else 0)
+    _refuse_what_is_not_built(model, workload, limits)
     problem = Problem(model, workload, hardware, limits or default_limits(hardware), costs)
     version = solver_version()
     search = Search(problem, outlines(model, workload), gap=gap, tolerance=gap, solver=version is not None)
@@ -70,6 +73,15 @@ def plan(
         costs=costs,
         timings={"search_seconds": searched - started, "baselines_seconds": time.perf_counter() - searched},
     ).hashed()
+
+
+def _refuse_what_is_not_built(model: ModelSpec, workload: Workload, limits: Limits | None) -> None:
+    """Raise UnsupportedChoice for choices of the user's that no policy can serve yet."""
+    if limits is not None and limits.nvme_memory_bytes:
+        raise UnsupportedChoice("nvme_memory: plans that use NVMe are not built yet; leave it at 0")
+    rows = workload.micro_batch_rows or workload.rows_per_step
+    outline = Outline(rows, (workload.rows_per_step // rows,))
+    check_policy(base_policy(model, workload, outline), model, workload)
 
 
 def _report(version: str | None, gap: float, counts: dict[str, int]) -> SolverReport:

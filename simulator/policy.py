@@ -132,14 +132,6 @@ def uniform_policy(
     )
 
 
-def check_workload(workload: Workload, *, nvme_memory_bytes: int = 0) -> None:
-    """Refuse by name (UnsupportedChoice) what a user may ask for and this version does not build."""
-    if workload.state_format != "fp32":
-        raise UnsupportedChoice(f"state_format: {workload.state_format!r} is not built yet; use 'fp32'")
-    if nvme_memory_bytes:
-        raise UnsupportedChoice("nvme_memory: state on disk is not built yet; use 0")
-
-
 def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
     """Refuse what contradicts itself (InputError) or is not built yet (UnsupportedChoice), by name."""
     lengths = {

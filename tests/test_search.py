@@ -1,6 +1,7 @@
 """The search: the fastest policy there is on problems small enough to try them all, and laws on larger ones."""
 
 import math
+import re
 from itertools import pairwise
 from random import Random
 
@@ -26,7 +27,7 @@ from planner.search import plan
 from planner.solve import Solution
 from simulator.build import build
 from simulator.check import check
-from simulator.errors import InfeasiblePlan
+from simulator.errors import InfeasiblePlan, UnsupportedChoice
 from simulator.hardware import load_hardware
 from simulator.policy import Workload
 
@@ -181,7 +182,7 @@ def test_shared_memory_counts_both_tiers_against_the_host() -> None:
 @pytest.mark.parametrize(
     ("device_gib", "host_gib", "resource", "other_way"),
     [
-        (10, 120, "device memory", None),
+        (6, 120, "device memory", None),
         (24, 90, "host memory", "device memory"),
         (24, 64, "device memory", "host memory"),
     ],
@@ -203,19 +204,33 @@ def test_memory_that_a_message_asks_for_is_enough(
     assert enough.prediction.device_peak_bytes <= (device_gib + 1e-6) * GIB
 
 
-def test_smaller_workloads_that_would_fit_are_named() -> None:
+def test_smaller_workloads_that_would_fit_are_named_and_do_fit() -> None:
+    wanted = {"sequence_length": 2048, "tokens_per_step": 32768, "gradient_format": "fp32"}
     with pytest.raises(InfeasiblePlan) as caught:
-        plan_7b(20, 120, micro_batch_rows=16, sequence_length=2048, tokens_per_step=32768, gradient_format="fp32")
-    message = str(caught.value)
-    assert "micro-batches of 8 rows (16,384 tokens)" in message
-    assert "sequences of 1,024 tokens" in message
-    assert plan_7b(20, 120, micro_batch_rows=8, sequence_length=2048, tokens_per_step=32768, gradient_format="fp32")
+        plan_7b(20, 120, micro_batch_rows=16, **wanted)
+    rows = re.search(r"micro-batches of (\d+) rows \(([\d,]+) tokens\)", str(caught.value))
+    length = re.search(r"sequences of ([\d,]+) tokens", str(caught.value))
+    assert rows is not None
+    assert length is not None
+    assert int(rows[2].replace(",", "")) == 2048 * int(rows[1])
+    assert plan_7b(20, 120, micro_batch_rows=int(rows[1]), **wanted)
+    assert plan_7b(20, 120, micro_batch_rows=16, **{**wanted, "sequence_length": int(length[1].replace(",", ""))})
+    with pytest.raises(InfeasiblePlan):  # the largest that fits was named
+        plan_7b(20, 120, micro_batch_rows=2 * int(rows[1]), **wanted)
 
 
 def test_where_both_tiers_are_short_both_are_named() -> None:
     with pytest.raises(InfeasiblePlan, match=r"device memory is short by .* and host memory is short by") as caught:
         plan_7b(4, 4)
     assert caught.value.short_bytes > 90 * GIB
+
+
+def test_choices_that_no_policy_can_serve_yet_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedChoice, match="8bit"):
+        plan_7b(state_format="8bit")
+    limits = Limits(device_memory_bytes=GIB, host_memory_bytes=GIB, nvme_memory_bytes=GIB)
+    with pytest.raises(UnsupportedChoice, match="NVMe"):
+        plan(seven_billion(), Workload(sequence_length=8, tokens_per_step=8), machine(), limits)
 
 
 # Without a solver, and with one that gives up

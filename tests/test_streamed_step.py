@@ -233,6 +233,6 @@ def test_allocated_bytes_are_the_planned_bytes() -> None:
                 planned[buffer.tier] += buffer.num_bytes
         allocated = trainer.memory.persistent_bytes()
         assert allocated["device"] == planned["device"], title
-        # Host regions end on whole pages, one region a block.
-        assert planned["host"] <= allocated["host"] <= planned["host"] + 4096 * trainer.model.num_blocks, title
+        # What is pinned of a block and what is not end on whole pages each.
+        assert planned["host"] <= allocated["host"] <= planned["host"] + 2 * 4096 * trainer.model.num_blocks, title
         trainer.close()
