@@ -55,7 +55,7 @@ H200_DERATING = Derating(
         LinkShare(num_bytes=16 * MIB, share=0.866),
     ),
     link_duplex=0.781,
-    host_dram=0.558,
+    host_dram=0.743,
     device_memory=0.98,
     host_memory=0.96,
     source="measured over nominal on one NVIDIA H200 host, 2026-11-29",

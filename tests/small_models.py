@@ -66,7 +66,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
     groups = tuple(draw.choice((1, 1, 1, 2, 3)) for _ in range(draw.randint(1, 4)))
     clipping: Clipping = draw.choice(("global", "layerwise", "none"))
     precision: Precision = draw.choice(("bf16", "fp32", "fp64"))
-    gradient_format: GradientFormat = draw.choice(("bf16", "fp32"))
+    gradient_format: GradientFormat = draw.choice(("bf16", "fp32")) if precision != "fp64" else "fp32"
     workload = small_workload(sum(groups), clipping=clipping, precision=precision, gradient_format=gradient_format)
     interval = draw.choice((1, 1, 1, 2, 3, 9))
     levels: tuple[SaveLevel, ...] = ("keep", "budget_70", "budget_50", "budget_30", "budget_10", "input")
