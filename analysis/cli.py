@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConveyorError as error:
         _complain(str(error))
         return error.exit_code
+    except BrokenPipeError:  # whoever read the output has enough, as in `conveyor plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 1
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED

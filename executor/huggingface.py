@@ -149,12 +149,13 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         assert isinstance(weight_map, dict)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        assert all(isinstance(name, str) for name in weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         raise InputError(f"{index_path}: is not a safetensors index ({error!r})") from error
     stored: dict[str, StoredTensor] = {}
     for file_name in dict.fromkeys(weight_map.values()):
         names = [name for name, file in weight_map.items() if file == file_name]
-        if not (folder / file_name).exists():
+        if not (folder / file_name).is_file():
             raise InputError(f"{index_path}: names shard {file_name} for tensor {names[0]!r}, and it is missing")
         header = read_header(folder / file_name)
         for name in names:
