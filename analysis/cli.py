@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interrupt_once():
             arguments = parse(sys.argv[1:] if argv is None else argv)
             exit_code: int = getattr(commands, arguments.command)(arguments)
+            sys.stdout.flush()  # here, where a closed pipe is understood, and not at exit
             return exit_code
     except ConveyorError as error:
         _complain(str(error))
