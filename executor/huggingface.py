@@ -261,7 +261,7 @@ def export(
     folder = Path(folder)
     if source is not None and folder.resolve() == Path(source).resolve():
         raise InputError(f"{folder}: is the folder of the model that was trained; export to another one")
-    if folder.exists() and not _is_exported(folder):
+    if folder.exists() and not is_exported(folder):
         raise InputError(f"{folder}: exists and holds other files than a model; export to another folder")
     precision = states[0].precision
     require_free_disk(folder, export_bytes(model, precision) + GIB // 64, what="the exported model")
@@ -316,7 +316,7 @@ def _write_shards(folder: Path, model: ModelSpec, states: Sequence[BlockState], 
     (folder / INDEX_NAME).write_text(index_text + "\n")
 
 
-def _is_exported(folder: Path) -> bool:
+def is_exported(folder: Path) -> bool:
     """Whether a folder holds nothing but what `export` writes."""
     patterns = ("config.json", INDEX_NAME, WEIGHTS_NAME, "model-*-of-*.safetensors", *COPIED_FILES)
     return folder.is_dir() and all(

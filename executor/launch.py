@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from executor.config import TrainConfig, resolved_yaml
+from executor.huggingface import is_exported
 from executor.record import PredictedFrom, RunRecord, Status, installed_versions
 from executor.run import Outcome, Run
-from executor.run_directory import EXPORTED, finish_run, holds_run, start_run
+from executor.run_directory import EXPORTED, RECORD, finish_run, holds_run, start_run
 from executor.source_tree import source_tree
 from planner.plan import Plan, require_same_inputs
 from simulator.errors import ConveyorError, InputError, OutOfMemory
@@ -76,6 +77,14 @@ def launch(
         if failure is error:
             raise
         raise failure from error
+    if outcome is None:
+        say(f"all steps were done; trained model: {directory / EXPORTED}")
+        if (directory / RECORD).exists():
+            return RunRecord.load(directory / RECORD)
+        message = "it was stopped between its last step and its export; the model is exported, no step was measured"
+        record = _record(config, plan, "failed", message=message)
+        finish_run(directory, record)
+        return record
     record = _record(config, plan, "ok", outcome=outcome)
     finish_run(directory, record, measured=outcome.timeline)
     for line in comparison(plan, outcome, predicted):
@@ -129,6 +138,9 @@ def _require_own_directory(config: TrainConfig, directory: Path) -> None:
                 f"output: the run would write into {source}, the folder of the model it starts from; "
                 "set output to another directory"
             )
+    exported = directory / EXPORTED
+    if exported.exists() and not is_exported(exported):
+        raise InputError(f"output: {exported} holds other files than a model that a run left; set another directory")
     if config.resume == "never" and holds_run(directory):
         raise InputError(
             f"output: {directory} holds a run already; set output to another directory, or go on with resume=auto"
@@ -138,12 +150,12 @@ def _require_own_directory(config: TrainConfig, directory: Path) -> None:
 def _train(
     config: TrainConfig, plan: Plan, model_config: dict[str, Any], model: ModelSpec, directory: Path,
     device: torch.device, say: Callable[[str], None], *, filled: Callable[[], None] | None,
-) -> Outcome:  # fmt: skip
-    """Train. `filled` is called once the state is: from then on the run is another one than before."""
+) -> Outcome | None:  # fmt: skip
+    """Train. `filled` is called once the state is: from then on the directory is this run's."""
     run = Run(config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device, say=say)
     try:
         run.prepare()
-        if filled is not None:
+        if filled is not None and run.trainer.steps_done < run.num_steps:
             filled()
         return run.train()
     finally:

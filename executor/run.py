@@ -84,7 +84,9 @@ class Run:
         self.steps_applied = 0
         check_schedule(warmup_steps=config.warmup_steps, max_steps=self.num_steps)
         self.resume_from = _resume_from(config.resume, self.checkpoints)
-        if self.resume_from is not None and checkpoint.read_record(self.resume_from).progress.step >= self.num_steps:
+        exported = not self.saves or (directory / EXPORTED).exists()
+        done = 0 if self.resume_from is None else checkpoint.read_record(self.resume_from).progress.step
+        if done > self.num_steps or (done == self.num_steps and exported):
             raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
         self._require_disk()
         for line in self.dataset.report.lines():
@@ -161,12 +163,17 @@ class Run:
             initialise(self.model, self.model_config, states, seed=self.config.seed, device=self.device)
         self.trainer.start()
 
-    def train(self) -> Outcome:
-        """Run to the last step. Raises Interrupted after saving when the user stops the run, ConveyorError on failure.
+    def train(self) -> Outcome | None:
+        """Run to the last step; None where only the export was left to do, as after a kill.
+
+        Raises Interrupted after saving when the user stops the run, ConveyorError on failure.
 
         A step is timed from one report to the next, so pipelined steps are timed as they are paid for.
         """
         trainer, first = self.trainer, self.trainer.steps_done
+        if first == self.num_steps:
+            self._export()
+            return None
         results: list[StepResult] = []
         seconds: list[float] = []
         recorded = max(first + 1, self.num_steps - 2) if self.num_steps - first > 1 else first

@@ -310,6 +310,30 @@ main({[str(argument) for argument in training(given, output, "save_every=1")]})
     complaint("plot", output, "--output", tmp_path / "report", code=0)
 
 
+def test_a_run_killed_before_its_export_exports_when_it_is_resumed(given, tmp_path, complaint):
+    output = tmp_path / "run"
+    complaint(*training(given, output), code=0)
+    model = content(output / "model")
+    shutil.rmtree(output / "model")
+    complete = (output / "run.json").read_bytes()
+    complaint(*training(given, output, "resume=auto"), code=0)
+    assert (output / "run.json").read_bytes() == complete
+    shutil.rmtree(output / "model")
+    (output / "run.json").unlink()
+    complaint(*training(given, output, "resume=auto"), code=0)
+    assert "no step was measured" in json.loads((output / "run.json").read_text())["message"]
+    assert content(output / "model") == model
+    assert steps(output) == [0, 1, 2, 3]
+    assert "the run is complete" in complaint(*training(given, output, "resume=auto"))
+
+
+def test_a_folder_in_the_models_place_is_found_before_the_work(given, tmp_path, complaint):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "mine.txt").touch()
+    assert "holds other files than a model" in complaint(*training(given, tmp_path / "run", "resume=auto"))
+    assert list(content(tmp_path / "run")) == ["model/mine.txt"]
+
+
 def test_json_on_standard_output_is_json_and_a_closed_pipe_is_no_traceback(given):
     command = [sys.executable, "-m", "analysis.cli", "plan", "--model", str(given / "model"), *WORKLOAD]
     ended = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
