@@ -146,7 +146,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Train by a plan: the one given, or one made first."""
     from executor.config import load_config, resolved_yaml
-    from executor.launch import launch, settled
+    from executor.launch import launch, require_own_directory, settled
     from planner.explain import plan_table
     from planner.plan import Plan
     from simulator.errors import InputError
@@ -173,6 +173,7 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(resolved_yaml(config), end="")
         return 0
+    require_own_directory(config)
     model_config = read_model_config(path)
     model = load_model_spec(path)
     planned = given or _plan_for(config, model)

@@ -49,7 +49,7 @@ def launch(
         _hold_to_limit(plan, device)
     directory = Path(config.output)
     earlier = holds_run(directory)
-    _require_own_directory(config, directory)
+    require_own_directory(config)
     predicted = plan.replay().timeline
     started = False
 
@@ -129,8 +129,9 @@ def settled(config: TrainConfig, plan: Plan) -> TrainConfig:
     return config.model_copy(update=planned)
 
 
-def _require_own_directory(config: TrainConfig, directory: Path) -> None:
-    """Refuse an output directory that would mix two runs, or a run with the model it starts from."""
+def require_own_directory(config: TrainConfig) -> None:
+    """Refuse an output directory that would mix two runs, or a run with the model it starts from. Raises InputError."""
+    directory = Path(config.output)
     if config.model is not None and (folder := Path(config.model)).exists():
         source = (folder if folder.is_dir() else folder.parent).resolve()
         if source in (directory.resolve(), (directory / EXPORTED).resolve()):

@@ -72,6 +72,9 @@ def test_a_directory_that_holds_a_run_is_not_trained_into(given, tmp_path, compl
     complaint(*training(given, output), code=0)
     before = content(output)
     assert "holds a run already" in complaint(*training(given, output, "seed=1"))
+    # Nor is the machine probed first, for a plan that nothing follows.
+    settings = ["sequence_length=16", "tokens_per_step=64", f"data={given / 'data.txt'}", f"output={output}"]
+    assert "holds a run already" in complaint("train", f"model={given / 'model'}", *settings)
     assert content(output) == before
 
 
