@@ -60,10 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interrupt_once():
             arguments = parse(sys.argv[1:] if argv is None else argv)
             exit_code: int = getattr(commands, arguments.command)(arguments)
+            sys.stdout.flush()  # here, where a closed pipe is understood, and not at exit
             return exit_code
     except ConveyorError as error:
         _complain(str(error))
         return error.exit_code
+    except BrokenPipeError:  # whoever read the output has enough, as in `conveyor plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 1
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED

@@ -20,9 +20,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def probe(arguments: argparse.Namespace) -> int:
     """Measure this machine and write its profile."""
+    from executor.folder import require_writable
     from simulator.hardware_table import describe
     from simulator.probe import probe as run_probe
 
+    require_writable(arguments.output, what="--output")
     profile = run_probe(arguments.output)
     print(describe(profile))
     print(f"written to {arguments.output}")
@@ -33,12 +35,14 @@ def measure(arguments: argparse.Namespace) -> int:
     """Time operations of a model on this machine and write their costs."""
     import torch
 
+    from executor.folder import require_writable
     from executor.measure import measure as run_measure
     from simulator.hardware import load_hardware
     from simulator.model import read_model_config
     from simulator.policy import Workload
     from simulator.schema import validated
 
+    require_writable(arguments.output, what="--output")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     workload = validated(
         Workload,
@@ -59,6 +63,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found."""
+    from executor.folder import require_writable
     from planner.calibrate import fold_runs, load_run
     from planner.explain import plan_table
     from planner.plan import Limits
@@ -69,6 +74,8 @@ def plan(arguments: argparse.Namespace) -> int:
     from simulator.policy import Workload
     from simulator.schema import validated
 
+    if arguments.output:
+        require_writable(arguments.output, what="--output")
     hardware = load_hardware(arguments.hardware)
     model = load_model_spec(arguments.model)
     compiled = hardware.device.kind == "cuda" if arguments.compiled is None else arguments.compiled
@@ -108,11 +115,14 @@ def simulate(arguments: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
+    from executor.folder import require_writable
     from planner.plan import Plan
     from simulator.hardware import load_hardware
     from simulator.timeline import chrome_trace
     from simulator.units import format_bytes, format_seconds
 
+    if arguments.trace:
+        require_writable(arguments.trace, what="--trace")
     planned = Plan.load(arguments.plan)
     prediction = planned.replay(load_hardware(arguments.hardware) if arguments.hardware else None)
     figures, timeline = prediction.figures, prediction.timeline
@@ -136,11 +146,11 @@ def simulate(arguments: argparse.Namespace) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Train by a plan: the one given, or one made first."""
     from executor.config import load_config, resolved_yaml
-    from executor.launch import launch
+    from executor.launch import launch, require_own_directory, settled
     from planner.explain import plan_table
     from planner.plan import Plan
     from simulator.errors import InputError
-    from simulator.model import model_spec, read_model_config
+    from simulator.model import load_model_spec, read_model_config
 
     settings = {
         key: value
@@ -158,11 +168,14 @@ def train(arguments: argparse.Namespace) -> int:
     if not path:
         raise InputError("model: not set, and the plan does not say where its model lies")
     config = config.model_copy(update={"model": path})
+    if given is not None:
+        config = settled(config, given)
     if arguments.dry_run:
         print(resolved_yaml(config), end="")
         return 0
+    require_own_directory(config)
     model_config = read_model_config(path)
-    model = model_spec(model_config)
+    model = load_model_spec(path)
     planned = given or _plan_for(config, model)
     print(plan_table(planned))
     launch(config, planned, model_config, model)

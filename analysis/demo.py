@@ -5,6 +5,7 @@ predicted and measured step time, TFLOPS and memory.
 """
 
 import json
+import shutil
 import statistics
 import sys
 import sysconfig
@@ -68,7 +69,7 @@ def main() -> int:
     text = sysconfig.get_paths()["stdlib"]
     print(f"4. train: {NUM_STEPS} steps on the sources of the Python standard library, as bytes", flush=True)
     run = DIRECTORY / "run"
-    (run / "metrics.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(run, ignore_errors=True)  # an earlier demo's
     config = TrainConfig(
         model=str(model_folder), data=text, output=str(run), plan=str(DIRECTORY / "plan.json"),
         learning_rate=2e-3, lr_schedule="cosine", warmup_steps=10, weight_decay=0.01, betas=(0.9, 0.95),

@@ -25,6 +25,13 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error).removeprefix("size: ")) from error
 
 
+def positive_size(text: str) -> int:
+    """A size of at least one byte, for argparse."""
+    if not (num_bytes := size(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} leaves nothing to plan with; leave the option out for all there is")
+    return num_bytes
+
+
 def count(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
@@ -62,8 +69,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--clipping", choices=("global", "layerwise", "none"), default="global", help="[%(default)s]")
 
     limits = parser.add_argument_group("limits (24GiB, 64GB); default: what the hardware has")
-    limits.add_argument("--device-memory", metavar="SIZE", type=size, help="GPU memory that the plan may use")
-    limits.add_argument("--host-memory", metavar="SIZE", type=size, help="host memory that the plan may use")
+    limits.add_argument("--device-memory", metavar="SIZE", type=positive_size, help="GPU memory that the plan may use")
+    limits.add_argument("--host-memory", metavar="SIZE", type=positive_size, help="host memory that the plan may use")
     limits.add_argument("--nvme-memory", metavar="SIZE", type=size, default=0, help="disk for state [%(default)s]")
 
     parser.add_argument("--output", metavar="FILE", help="write the plan as JSON")

@@ -77,7 +77,7 @@ def save(
     num_bytes = checkpoint_bytes(model, states[0].precision)
     target = folder / f"step-{progress.step:08}"
     require_free_disk(folder, num_bytes, what="a checkpoint", remedy="free some or save elsewhere")
-    existing = _complete(folder)
+    existing = _complete(folder, skip_damaged=True)
     flat = _flat_settings(model, states[0].precision, settings)
     checksums = {}
     try:
@@ -94,7 +94,7 @@ def save(
                 checksums=checksums,
             )
             record.save(partial / RECORD_NAME)
-        for path, _ in _complete(folder)[:-keep]:
+        for path, _ in _complete(folder, skip_damaged=True)[:-keep]:
             _remove(path)
     except OSError as error:
         raise ConveyorError(
@@ -104,8 +104,15 @@ def save(
 
 
 def latest(folder: Path | str) -> Path | None:
-    """The newest complete checkpoint in a folder, or None. Raises InputError when a record is damaged."""
-    complete = _complete(Path(folder))
+    """The newest complete checkpoint in a folder, or None.
+
+    Raises InputError when a record is damaged: which checkpoint is the newest is then unknown.
+    """
+    folder = Path(folder)
+    try:
+        complete = _complete(folder)
+    except InputError as error:
+        raise InputError(f"{error}{_others(folder)}") from error
     return complete[-1][0] if complete else None
 
 
@@ -139,6 +146,14 @@ def load(
     path = Path(path)
     record = read_record(path)
     _require_same(path, record.settings, _flat_settings(model, states[0].precision, settings), accept)
+    try:
+        _fill(path, record, model, states)
+    except InputError as error:
+        raise InputError(f"{error}{_others(path.parent, path)}") from error
+    return record.progress
+
+
+def _fill(path: Path, record: CheckpointRecord, model: ModelSpec, states: Sequence[BlockState]) -> None:
     files: list[dict[str, StoredTensor]] = []
     for index, state in enumerate(states):
         file = path / _block_file(index)
@@ -155,7 +170,12 @@ def load(
         for name, target in _tensors(model, index, state).items():
             if read_tensor(files[index][name], target) != checksums.get(name):
                 raise InputError(f"{files[index][name].file}: is damaged: the checksum of tensor {name!r} is wrong")
-    return record.progress
+
+
+def _others(folder: Path, damaged: Path | None = None) -> str:
+    """Where a run may go on instead: the newest checkpoint of a folder whose record is whole, but for `damaged`."""
+    whole = [path for path, _ in _complete(folder, skip_damaged=True) if path != damaged]
+    return f"; go on from another one with resume={whole[-1]}" if whole else ""
 
 
 def _tensors(model: ModelSpec, index: int, state: BlockState) -> dict[str, torch.Tensor]:
@@ -198,17 +218,24 @@ def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, An
         if key not in accept and (key in saved, saved.get(key)) != (key in current, current.get(key))
     ]
     if differences:
-        raise InputError(f"{path}: the run cannot go on with other settings: {'; '.join(differences)}")
+        raise InputError(
+            f"{path}: the run cannot go on with other settings: {'; '.join(differences)}; set them back, or start a "
+            "new run in another output directory"
+        )
 
 
-def _complete(folder: Path) -> list[tuple[Path, CheckpointRecord]]:
-    """Complete checkpoints, oldest save first."""
+def _complete(folder: Path, *, skip_damaged: bool = False) -> list[tuple[Path, CheckpointRecord]]:
+    """Complete checkpoints, oldest save first. Raises InputError for a damaged record, unless those are passed over."""
     if not folder.is_dir():
         return []
     found = []
     for path in folder.iterdir():
         if _COMPLETE.fullmatch(path.name) and (path / RECORD_NAME).is_file():
-            found.append((path, CheckpointRecord.load(path / RECORD_NAME)))
+            try:
+                found.append((path, CheckpointRecord.load(path / RECORD_NAME)))
+            except InputError:
+                if not skip_damaged:
+                    raise
     return sorted(found, key=lambda item: item[1].sequence)
 
 

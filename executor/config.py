@@ -35,6 +35,7 @@ def _bytes(value: Any) -> Any:
 
 
 Size = Annotated[int, pydantic.BeforeValidator(_bytes), pydantic.Field(ge=0)]
+Memory = Annotated[int, pydantic.BeforeValidator(_bytes), pydantic.Field(gt=0)]
 
 
 class TrainConfig(Schema):
@@ -84,8 +85,8 @@ class TrainConfig(Schema):
     compiled: bool | Literal["auto"] = "auto"  # auto: on a GPU
 
     # Limits of the plan; None: what the hardware has
-    device_memory: Size | None = None
-    host_memory: Size | None = None
+    device_memory: Memory | None = None
+    host_memory: Memory | None = None
     nvme_memory: Size = 0
 
     @pydantic.field_validator("*", mode="before")
@@ -206,13 +207,19 @@ def _validated(
                 between += [source + line for line in message.splitlines()]
     mistakes = []
     for key, reasons in by_key.items():
-        what = f"{' or '.join(dict.fromkeys(reasons))}, not {values[key]!r}" if key in values else "is missing"
+        what = f"{' or '.join(dict.fromkeys(reasons))}, not {_short(values[key])}" if key in values else "is missing"
         mistakes.append(f"{places.get(key) or source}{key}: {what}")
     if by_key:
         # pydantic compares keys only where each is right by itself, and the user wants to hear all at once.
         right = {key: value for key, value in values.items() if key not in by_key}
         between = _validated(right, meant | set(by_key), places, source)[1]
     return None, mistakes + between
+
+
+def _short(value: Any) -> str:
+    """A value as the user may know it again, also where a whole file stands in place of a number."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _with_stand_ins(values: Mapping[str, Any], wrong: set[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from simulator.errors import ConveyorError, InputError
+from simulator.nearest import did_you_mean, nearest_path
 from simulator.system import free_disk_bytes
 from simulator.units import format_bytes
 
@@ -32,6 +33,17 @@ def require_path(path: Path | str, *, what: str) -> Path:
     nearest = difflib.get_close_matches(wrong.name, names, n=1, cutoff=0.6)
     hint = f"; did you mean {wrong.parent / nearest[0]}?" if nearest else ""
     raise InputError(f"{what}: {path} does not exist{hint}")
+
+
+def require_writable(path: Path | str, *, what: str) -> None:
+    """Raise InputError unless a file can be written at `path`: to be asked before long work, not found after it."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{what}: {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"{what}: there is no folder {path.parent}{did_you_mean(nearest_path(path.parent))}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{what}: {path} cannot be written; set it to a place where you may write")
 
 
 def require_free_disk(

@@ -149,12 +149,13 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         assert isinstance(weight_map, dict)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        assert all(isinstance(name, str) for name in weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         raise InputError(f"{index_path}: is not a safetensors index ({error!r})") from error
     stored: dict[str, StoredTensor] = {}
     for file_name in dict.fromkeys(weight_map.values()):
         names = [name for name, file in weight_map.items() if file == file_name]
-        if not (folder / file_name).exists():
+        if not (folder / file_name).is_file():
             raise InputError(f"{index_path}: names shard {file_name} for tensor {names[0]!r}, and it is missing")
         header = read_header(folder / file_name)
         for name in names:
@@ -260,7 +261,7 @@ def export(
     folder = Path(folder)
     if source is not None and folder.resolve() == Path(source).resolve():
         raise InputError(f"{folder}: is the folder of the model that was trained; export to another one")
-    if folder.exists() and not _is_exported(folder):
+    if folder.exists() and not is_exported(folder):
         raise InputError(f"{folder}: exists and holds other files than a model; export to another folder")
     precision = states[0].precision
     require_free_disk(folder, export_bytes(model, precision) + GIB // 64, what="the exported model")
@@ -315,7 +316,7 @@ def _write_shards(folder: Path, model: ModelSpec, states: Sequence[BlockState], 
     (folder / INDEX_NAME).write_text(index_text + "\n")
 
 
-def _is_exported(folder: Path) -> bool:
+def is_exported(folder: Path) -> bool:
     """Whether a folder holds nothing but what `export` writes."""
     patterns = ("config.json", INDEX_NAME, WEIGHTS_NAME, "model-*-of-*.safetensors", *COPIED_FILES)
     return folder.is_dir() and all(

@@ -1,18 +1,20 @@
 """Launch: a planned run from its first check to its record, whatever happens in between."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from executor.config import TrainConfig, resolved_yaml
+from executor.huggingface import is_exported
 from executor.record import PredictedFrom, RunRecord, Status, installed_versions
 from executor.run import Outcome, Run
-from executor.run_directory import finish_run, start_run
+from executor.run_directory import EXPORTED, RECORD, finish_run, holds_run, start_run
 from executor.source_tree import source_tree
 from planner.plan import Plan, require_same_inputs
-from simulator.errors import InputError, OutOfMemory
+from simulator.errors import ConveyorError, InputError, OutOfMemory
 from simulator.hardware_check import check_capacity
 from simulator.model import ModelSpec
 from simulator.probe import current_device, current_host
@@ -30,11 +32,13 @@ def launch(
 ) -> RunRecord:
     """Train by a plan into `config.output`. The record is written there too, also of a run that failed.
 
+    A directory that holds a run is taken again only to resume it, and stays as it is until the checkpoint is read.
+
     Raises InputError before anything is allocated when the plan was made for another model or a larger machine,
     OutOfMemory naming tier and bytes when memory runs out all the same, Interrupted when the user stops the run.
     """
     require_same_inputs(plan, model=model)
-    _require_agreement(config, plan)
+    config = settled(config, plan)
     limits = plan.inputs.limits
     check_capacity(
         plan.hardware, current_device(), current_host(),
@@ -44,20 +48,43 @@ def launch(
     if device.type == "cuda":
         _hold_to_limit(plan, device)
     directory = Path(config.output)
+    earlier = holds_run(directory)
+    require_own_directory(config)
     predicted = plan.replay().timeline
-    start_run(directory, plan=plan, config=config.model_dump(mode="json"), predicted=predicted)
-    (directory / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+    started = False
+
+    def start() -> None:
+        nonlocal started
+        start_run(directory, plan=plan, config=resolved_yaml(config), predicted=predicted)
+        started = True
+
+    if not earlier:
+        start()
     try:
-        outcome = _train(config, plan, model_config, model, directory, device, say)
+        outcome = _train(config, plan, model_config, model, directory, device, say, filled=start if earlier else None)
     except BaseException as error:
+        if earlier and not started:  # what the directory says of the earlier run still holds
+            failure = _explained(error, plan)
+            if failure is error:
+                raise
+            raise failure from error
         failure = _explained(error, plan)
         status: Status = "out_of_memory" if isinstance(failure, OutOfMemory) else "failed"
         if isinstance(failure, InputError):
             status = "refused"
-        finish_run(directory, _record(config, plan, status, message=str(failure) or type(failure).__name__))
+        with suppress(ConveyorError):  # what failed first is what the user must read
+            finish_run(directory, _record(config, plan, status, message=str(failure) or type(failure).__name__))
         if failure is error:
             raise
         raise failure from error
+    if outcome is None:
+        say(f"all steps were done; trained model: {directory / EXPORTED}")
+        if (directory / RECORD).exists():
+            return RunRecord.load(directory / RECORD)
+        message = "it was stopped between its last step and its export; the model is exported, no step was measured"
+        record = _record(config, plan, "failed", message=message)
+        finish_run(directory, record)
+        return record
     record = _record(config, plan, "ok", outcome=outcome)
     finish_run(directory, record, measured=outcome.timeline)
     for line in comparison(plan, outcome, predicted):
@@ -65,10 +92,10 @@ def launch(
     return record
 
 
-def _require_agreement(config: TrainConfig, plan: Plan) -> None:
-    """Refuse a config that asks for another step than the plan's. What the config leaves open, the plan decides."""
-    workload = plan.inputs.workload
-    planned: dict[str, object] = {
+def settled(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """The config with what it leaves open as the plan decides it. Raises InputError where the two contradict."""
+    workload, limits = plan.inputs.workload, plan.inputs.limits
+    planned: dict[str, Any] = {
         "sequence_length": workload.sequence_length,
         "tokens_per_step": workload.tokens_per_step,
         "micro_batch_size": plan.policy.micro_batch_rows,
@@ -85,15 +112,52 @@ def _require_agreement(config: TrainConfig, plan: Plan) -> None:
     ]
     if different:
         raise InputError(f"the plan was made for another step: {'; '.join(different)}; plan again")
+    for key in ("hardware", "costs"):
+        if config.plan is not None and getattr(config, key) is not None:
+            raise InputError(f"{key}: has no effect beside a plan, which holds its own; leave one of the two out")
+    for key, allowed, taken in (
+        ("device_memory", config.device_memory, limits.device_memory_bytes),
+        ("host_memory", config.host_memory, limits.host_memory_bytes),
+    ):
+        if allowed is not None and allowed < taken:
+            raise InputError(
+                f"{key}: the run may take {format_bytes(allowed)}, and the plan was made for {format_bytes(taken)}; "
+                f"plan again with that limit, or leave {key} out"
+            )
+    if workload.clipping == "none" and "max_grad_norm" in config.model_fields_set:
+        raise InputError("max_grad_norm: has no effect on a plan whose clipping is 'none'; leave it out, or plan again")
+    return config.model_copy(update=planned)
+
+
+def require_own_directory(config: TrainConfig) -> None:
+    """Refuse an output directory that would mix two runs, or a run with the model it starts from. Raises InputError."""
+    directory = Path(config.output)
+    if config.model is not None and (folder := Path(config.model)).exists():
+        source = (folder if folder.is_dir() else folder.parent).resolve()
+        if source in (directory.resolve(), (directory / EXPORTED).resolve()):
+            raise InputError(
+                f"output: the run would write into {source}, the folder of the model it starts from; "
+                "set output to another directory"
+            )
+    exported = directory / EXPORTED
+    if exported.exists() and not is_exported(exported):
+        raise InputError(f"output: {exported} holds other files than a model that a run left; set another directory")
+    if config.resume == "never" and holds_run(directory):
+        raise InputError(
+            f"output: {directory} holds a run already; set output to another directory, or go on with resume=auto"
+        )
 
 
 def _train(
     config: TrainConfig, plan: Plan, model_config: dict[str, Any], model: ModelSpec, directory: Path,
-    device: torch.device, say: Callable[[str], None],
-) -> Outcome:  # fmt: skip
+    device: torch.device, say: Callable[[str], None], *, filled: Callable[[], None] | None,
+) -> Outcome | None:  # fmt: skip
+    """Train. `filled` is called once the state is: from then on the directory is this run's."""
     run = Run(config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device, say=say)
     try:
         run.prepare()
+        if filled is not None and run.trainer.steps_done < run.num_steps:
+            filled()
         return run.train()
     finally:
         run.close()

@@ -19,6 +19,7 @@ from executor.operations import Optimization
 from executor.runner import InlineRunner
 from executor.trainer import Trainer
 from simulator.costs import MeasuredCost, OperationCosts, operation_key, shape_hash
+from simulator.errors import InputError
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec, model_spec
 from simulator.policy import (
@@ -59,8 +60,14 @@ def measure(
 ) -> OperationCosts:
     """Costs of every operation kind at each micro-batch size and save level; sequences and formats of `workload`.
 
-    Raises InputError for a model that cannot be built and OutOfMemory where not even the shallow model fits.
+    Raises InputError for a model that cannot be built and for a profile of other hardware than `device`, OutOfMemory
+    where not even the shallow model fits.
     """
+    if hardware.device.kind != device.type:
+        raise InputError(
+            f"hardware {hardware.name!r}: has a {hardware.device.kind!r} device, and operations would be timed on "
+            f"{device.type!r}; name the profile of this machine, as `conveyor probe` writes it"
+        )
     cut = shallow(config)
     model = model_spec(cut)
     levels = levels or (tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS)

@@ -25,20 +25,20 @@ from executor.data.dataset import Dataset, open_dataset
 from executor.folder import require_free_disk
 from executor.huggingface import export, export_bytes, has_weights, initialise, load_weights, state_sink
 from executor.operations import Optimization
-from executor.run_directory import append_metrics
+from executor.run_directory import EXPORTED, append_metrics
 from executor.schedule import check_schedule, learning_rate
 from executor.tokenizer import ByteTokenizer
 from executor.trainer import StepResult, Trainer
 from simulator.errors import ConveyorError, InputError
 from simulator.formulas import tflops
 from simulator.model import ModelSpec
+from simulator.nearest import did_you_mean, nearest_name
 from simulator.policy import Policy, Workload
 from simulator.predict import StepFigures, step_figures
 from simulator.system import HostPeak
 from simulator.timeline import Timeline
 
 WARM_UP_STEPS = 3  # not timed: compilation, growing pools, cold clocks
-EXPORTED = "model"
 
 
 class Interrupted(ConveyorError):
@@ -84,6 +84,10 @@ class Run:
         self.steps_applied = 0
         check_schedule(warmup_steps=config.warmup_steps, max_steps=self.num_steps)
         self.resume_from = _resume_from(config.resume, self.checkpoints)
+        exported = not self.saves or (directory / EXPORTED).exists()
+        done = 0 if self.resume_from is None else checkpoint.read_record(self.resume_from).progress.step
+        if done > self.num_steps or (done == self.num_steps and exported):
+            raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
         self._require_disk()
         for line in self.dataset.report.lines():
             say(line)
@@ -159,14 +163,17 @@ class Run:
             initialise(self.model, self.model_config, states, seed=self.config.seed, device=self.device)
         self.trainer.start()
 
-    def train(self) -> Outcome:
-        """Run to the last step. Raises Interrupted after saving when the user stops the run, ConveyorError on failure.
+    def train(self) -> Outcome | None:
+        """Run to the last step; None where only the export was left to do, as after a kill.
+
+        Raises Interrupted after saving when the user stops the run, ConveyorError on failure.
 
         A step is timed from one report to the next, so pipelined steps are timed as they are paid for.
         """
         trainer, first = self.trainer, self.trainer.steps_done
-        if first >= self.num_steps:
-            raise InputError(f"{self.checkpoints}: the run is complete, all {self.num_steps} steps are done")
+        if first == self.num_steps:
+            self._export()
+            return None
         results: list[StepResult] = []
         seconds: list[float] = []
         recorded = max(first + 1, self.num_steps - 2) if self.num_steps - first > 1 else first
@@ -194,6 +201,11 @@ class Run:
                     break
             finished(trainer.drain())
             interrupted = trainer.steps_done < self.num_steps
+            if not interrupted and not trainer.steps_applied():
+                raise ConveyorError(
+                    f"all {self.num_steps} steps were skipped: no gradient was finite, so nothing was trained; "
+                    "look for NaN in the model's weights, or lower learning_rate"
+                )
             if self.saves:
                 self._save()
             if interrupted:
@@ -310,6 +322,9 @@ def _resume_from(resume: str, checkpoints: Path) -> Path | None:
         return None
     if resume == "auto":
         return checkpoint.latest(checkpoints) if checkpoints.is_dir() else None
+    if len(Path(resume).parts) == 1 and not Path(resume).exists():
+        hint = did_you_mean(nearest_name(resume, ("never", "auto")))
+        raise InputError(f"resume: {resume!r} is neither 'never', 'auto' nor the path of a checkpoint{hint}")
     return Path(resume)
 
 

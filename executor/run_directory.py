@@ -7,6 +7,7 @@ metrics.jsonl             a line a step
 timeline.json             one steady step, measured
 run.json                  the RunRecord; written last, so a directory that has it is complete
 checkpoints/
+model/                    the trained model, as transformers loads it
 """
 
 import json
@@ -17,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 
 from executor.record import RunRecord, record_json, write_whole
-from simulator.errors import InputError
+from simulator.errors import ConveyorError, InputError
 from simulator.schema import Schema, describe
 from simulator.timeline import Timeline
 
 PLAN, CONFIG, METRICS, RECORD = "plan.json", "config.yaml", "metrics.jsonl", "run.json"
-TIMELINE, PREDICTED_TIMELINE, CHECKPOINTS = "timeline.json", "predicted_timeline.json", "checkpoints"
+TIMELINE, PREDICTED_TIMELINE = "timeline.json", "predicted_timeline.json"
+CHECKPOINTS, EXPORTED = "checkpoints", "model"
 
 _TIMELINE = pydantic.TypeAdapter(Timeline)
 
@@ -41,11 +42,22 @@ class Run:
     measured: Timeline | None = None
 
 
-def start_run(directory: Path | str, *, plan: Schema, config: Mapping[str, Any], predicted: Timeline) -> Path:
+def holds_run(directory: Path | str) -> bool:
+    """Whether a run has left steps, checkpoints or a model here. One that was refused before its first step has not."""
+    directory = Path(directory)
+    kept = (METRICS, EXPORTED)
+    checkpoints = directory / CHECKPOINTS
+    return any((directory / name).exists() for name in kept) or (
+        checkpoints.is_dir() and any(path.is_dir() for path in checkpoints.iterdir())
+    )
+
+
+def start_run(directory: Path | str, *, plan: Schema, config: str, predicted: Timeline) -> Path:
     """Make the directory and write what is known before the first step; returns the folder for checkpoints.
 
-    What an earlier run says of itself here is taken back (run.json, timeline.json): a resumed run is not finished.
-    Its metrics and checkpoints stay. Raises InputError where the directory cannot be written.
+    `config` is the text of config.yaml. What an earlier run says of itself here is taken back (run.json,
+    timeline.json): a resumed run is not finished. Its checkpoints stay, and its metrics, but for a last line that a
+    kill left half-written. Raises InputError where the directory cannot be written.
     """
     directory = Path(directory)
     checkpoints = directory / CHECKPOINTS
@@ -54,11 +66,23 @@ def start_run(directory: Path | str, *, plan: Schema, config: Mapping[str, Any],
         for name in (RECORD, TIMELINE):
             (directory / name).unlink(missing_ok=True)
         plan.save(directory / PLAN)
-        (directory / CONFIG).write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+        (directory / CONFIG).write_text(config, encoding="utf-8")
         predicted.save(directory / PREDICTED_TIMELINE)
+        _cut_half_line(directory / METRICS)
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from error
     return checkpoints
+
+
+def _cut_half_line(path: Path) -> None:
+    """Cut what follows the last line end: the next line would be glued to it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
 
 
 def append_metrics(directory: Path | str, row: Mapping[str, Any]) -> None:
@@ -66,17 +90,27 @@ def append_metrics(directory: Path | str, row: Mapping[str, Any]) -> None:
     if not isinstance(row.get("step"), int):
         raise ValueError(f"a line of metrics needs an integer 'step': {dict(row)}")
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    with (Path(directory) / METRICS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(finite, allow_nan=False) + "\n")
+    path = Path(directory) / METRICS
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ConveyorError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def finish_run(directory: Path | str, record: RunRecord, *, measured: Timeline | None = None) -> None:
-    """Write timeline.json where a step was measured, then run.json. The directory may be new: a refused run."""
+    """Write timeline.json where a step was measured, then run.json. The directory may be new: a refused run.
+
+    Raises ConveyorError where the disk refuses.
+    """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    if measured is not None:
-        measured.save(directory / TIMELINE)
-    write_whole(directory / RECORD, record_json(record))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if measured is not None:
+            measured.save(directory / TIMELINE)
+        write_whole(directory / RECORD, record_json(record))
+    except OSError as error:
+        raise ConveyorError(f"{directory}: cannot be written ({error.strerror or error})") from error
 
 
 def load_run(directory: Path | str) -> Run:

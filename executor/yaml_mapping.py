@@ -65,6 +65,8 @@ def read_yaml_mapping(path: Path | str) -> YamlMapping:
         lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
     except yaml.YAMLError as error:
         raise InputError(f"{path}{_where(error, text)}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: is nested too deeply; a run config has lines `key: value`") from error
     return YamlMapping(values, lines)
 
 
@@ -77,6 +79,8 @@ def parse_yaml_value(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise InputError(f"is not a YAML value ({getattr(error, 'problem', None) or error})") from error
+    except RecursionError as error:
+        raise InputError("is nested too deeply") from error
 
 
 def _where(error: yaml.YAMLError, text: str) -> str:

@@ -5,6 +5,7 @@ byte for byte. A plan carries the model's spec, the machine's profile and the co
 trained on without looking anything up.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,15 @@ from simulator.predict import Prediction, StepFigures, predict
 from simulator.schema import Schema, identity_hash
 
 PLAN_VERSION = 1
+
+
+def _stored_version(path: Path | str) -> object:
+    """What a JSON file says is its version, or None: plans of other versions have other keys, which would be blamed."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # whoever reads the whole file says what is wrong with it
+    return content.get("version") if isinstance(content, dict) else None
 
 
 class Limits(Schema):
@@ -132,6 +142,8 @@ class Plan(Schema):
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read a plan that `save` wrote. Raises InputError for files that are no plan, or not as they were written."""
+        if (version := _stored_version(path)) not in (None, PLAN_VERSION):
+            raise InputError(f"{path}: has plan version {version!r}, this version reads {PLAN_VERSION}; plan again")
         plan = super().load(path)
         if plan.plan_hash != plan._content_hash():
             raise InputError(

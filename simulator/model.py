@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from simulator.errors import InputError, UnsupportedChoice
 from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
+from simulator.nearest import did_you_mean, nearest_path
 from simulator.schema import Schema
 
 BlockKind = Literal["embedding", "layer", "head"]
@@ -118,8 +119,9 @@ def read_model_config(path: Path | str) -> dict[str, Any]:
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); --model takes a Hugging Face folder or its config.json"
+            f"{did_you_mean(nearest_path(path))}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not JSON ({error})") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise InputError(f"{path}: has no key 'model_type'; it is not a Hugging Face model config")
@@ -177,7 +179,11 @@ def _one_line(error: Exception) -> str:
 
 def load_model_spec(path: Path | str) -> ModelSpec:
     """ModelSpec of a Hugging Face folder or config.json. No weights are read or allocated."""
-    return model_spec(read_model_config(path))
+    config = read_model_config(path)
+    try:
+        return model_spec(config)
+    except InputError as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def model_spec(config: dict[str, Any]) -> ModelSpec:

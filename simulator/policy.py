@@ -37,8 +37,9 @@ EAGER_SAVE_LEVELS: tuple[SaveLevel, ...] = ("keep", "input")
 class Workload(Schema):
     """One training step as the user asks for it: sizes, and every choice that changes numbers."""
 
-    sequence_length: int = pydantic.Field(gt=0)
-    tokens_per_step: int = pydantic.Field(gt=0)
+    # Far above any machine, and low enough for byte counts that a solver can still tell apart.
+    sequence_length: int = pydantic.Field(gt=0, le=2**30)
+    tokens_per_step: int = pydantic.Field(gt=0, le=2**36)
     precision: Precision = "bf16"
     gradient_format: GradientFormat = "fp32"
     state_format: StateFormat = "fp32"

@@ -119,7 +119,7 @@ def failed_record(case: str = "too large", **changes: Any) -> RunRecord:
 
 def write_run(directory: Path, run_record: RunRecord | None = None, *, losses: list[float] | None = None) -> Path:
     """A complete run directory, written as a trainer does."""
-    start_run(directory, plan=SamplePlan(), config={"model": "m", "steps": 3}, predicted=timeline())
+    start_run(directory, plan=SamplePlan(), config="model: m\nsteps: 3\n", predicted=timeline())
     for step, loss in enumerate(losses or [4.0, 3.0, 2.5], start=1):
         append_metrics(directory, {"step": step, "loss": loss, "seconds": 1.2})
     measured = moved(timeline(layer_seconds=0.11), 0.37)

@@ -33,7 +33,7 @@ def test_refused_run_needs_only_its_record(tmp_path):
 
 def test_run_that_starts_again_is_unfinished_until_it_ends(tmp_path):
     directory = write_run(tmp_path / "run")
-    start_run(directory, plan=SamplePlan(), config={}, predicted=timeline())
+    start_run(directory, plan=SamplePlan(), config="", predicted=timeline())
     with pytest.raises(InputError, match="not finished"):
         load_run(directory)
     append_metrics(directory, {"step": 4, "loss": 2.0})
@@ -110,4 +110,4 @@ def test_folder_that_is_no_run_is_told_from_an_unfinished_run(tmp_path):
 def test_output_that_cannot_be_written_is_an_input_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file"):
-        start_run(tmp_path / "file", plan=SamplePlan(), config={}, predicted=timeline())
+        start_run(tmp_path / "file", plan=SamplePlan(), config="", predicted=timeline())

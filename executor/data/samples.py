@@ -132,6 +132,8 @@ def _row(where: str, raw: bytes, tokenizer: Tokenizer) -> RowText:
         # Only the last line of a file has no line end.
         cut_off = "" if raw.endswith(b"\n") else "; the last line looks half-written"
         raise InputError(f"{where}:{error.colno}: is not JSON ({error.msg}){cut_off}") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: its JSON is nested too deeply") from error
     if not isinstance(row, dict):
         hint = ", one row a line" if isinstance(row, list) else ""
         raise InputError(f"{where}: is a JSON {type(row).__name__}; a row is an object{hint}")

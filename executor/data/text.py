@@ -93,6 +93,8 @@ def _is_json(text: str) -> bool:
             return isinstance(json.loads(candidate), dict | list)
         except ValueError:
             continue
+        except RecursionError:  # brackets a thousand deep are no prose
+            return True
     return False
 
 
