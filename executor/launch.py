@@ -9,7 +9,7 @@ import torch
 from executor.config import TrainConfig, resolved_yaml
 from executor.record import PredictedFrom, RunRecord, Status, installed_versions
 from executor.run import Outcome, Run
-from executor.run_directory import finish_run, start_run
+from executor.run_directory import CONFIG, RECORD, finish_run, open_directory, start_run
 from executor.source_tree import source_tree
 from planner.plan import Plan, require_same_inputs
 from simulator.errors import InputError, OutOfMemory
@@ -30,6 +30,8 @@ def launch(
 ) -> RunRecord:
     """Train by a plan into `config.output`. The record is written there too, also of a run that failed.
 
+    A run that is refused leaves the record of an earlier run in the same directory as it is.
+
     Raises InputError before anything is allocated when the plan was made for another model or a larger machine,
     OutOfMemory naming tier and bytes when memory runs out all the same, Interrupted when the user stops the run.
     """
@@ -44,16 +46,24 @@ def launch(
     if device.type == "cuda":
         _hold_to_limit(plan, device)
     directory = Path(config.output)
+    open_directory(directory)
+    finished_before = (directory / RECORD).exists()
     predicted = plan.replay().timeline
-    start_run(directory, plan=plan, config=config.model_dump(mode="json"), predicted=predicted)
-    (directory / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+
+    def start() -> None:
+        start_run(directory, plan=plan, config=config.model_dump(mode="json"), predicted=predicted)
+        (directory / CONFIG).write_text(resolved_yaml(config), encoding="utf-8")
+
     try:
-        outcome = _train(config, plan, model_config, model, directory, device, say)
+        outcome = _train(config, plan, model_config, model, directory, device, say, start)
     except BaseException as error:
+        if isinstance(error, InputError) and finished_before:
+            raise  # a typo must not cost the earlier run its record: nothing was started
         failure = _explained(error, plan)
         status: Status = "out_of_memory" if isinstance(failure, OutOfMemory) else "failed"
         if isinstance(failure, InputError):
             status = "refused"
+        start()
         finish_run(directory, _record(config, plan, status, message=str(failure) or type(failure).__name__))
         if failure is error:
             raise
@@ -89,11 +99,13 @@ def _require_agreement(config: TrainConfig, plan: Plan) -> None:
 
 def _train(
     config: TrainConfig, plan: Plan, model_config: dict[str, Any], model: ModelSpec, directory: Path,
-    device: torch.device, say: Callable[[str], None],
+    device: torch.device, say: Callable[[str], None], start: Callable[[], None],
 ) -> Outcome:  # fmt: skip
+    """Train. `start` is called when everything that can refuse the run has been asked."""
     run = Run(config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device, say=say)
     try:
         run.prepare()
+        start()
         return run.train()
     finally:
         run.close()

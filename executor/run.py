@@ -139,15 +139,18 @@ class Run:
         )  # fmt: skip
 
     def prepare(self) -> None:
-        """Fill the state: from a checkpoint, a model folder, or at random."""
+        """Fill the state: from a checkpoint, a model folder, or at random. Raises InputError if no step is left."""
         started = time.perf_counter()
         self._fill_state()
-        self.say(f"state filled in {time.perf_counter() - started:.1f} s; the first step compiles")
+        compiles = "; the first step compiles" if self.workload.compiled else ""
+        self.say(f"state filled in {time.perf_counter() - started:.1f} s{compiles}")
 
     def _fill_state(self) -> None:
         states = self.trainer.memory.states()
         if self.resume_from is not None:
             progress = checkpoint.load(self.resume_from, model=self.model, states=states, settings=self._settings())
+            if progress.step >= self.num_steps:
+                raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
             self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
             self.steps_applied = progress.applied_steps
             self.say(f"resumed from {self.resume_from} after {progress.step} steps")
@@ -165,8 +168,6 @@ class Run:
         A step is timed from one report to the next, so pipelined steps are timed as they are paid for.
         """
         trainer, first = self.trainer, self.trainer.steps_done
-        if first >= self.num_steps:
-            raise InputError(f"{self.checkpoints}: the run is complete, all {self.num_steps} steps are done")
         results: list[StepResult] = []
         seconds: list[float] = []
         recorded = max(first + 1, self.num_steps - 2) if self.num_steps - first > 1 else first

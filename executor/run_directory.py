@@ -41,6 +41,16 @@ class Run:
     measured: Timeline | None = None
 
 
+def open_directory(directory: Path | str) -> Path:
+    """Make the directory and its folder for checkpoints, which is returned. Raises InputError where it cannot be."""
+    checkpoints = Path(directory) / CHECKPOINTS
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from error
+    return checkpoints
+
+
 def start_run(directory: Path | str, *, plan: Schema, config: Mapping[str, Any], predicted: Timeline) -> Path:
     """Make the directory and write what is known before the first step; returns the folder for checkpoints.
 
@@ -48,9 +58,8 @@ def start_run(directory: Path | str, *, plan: Schema, config: Mapping[str, Any],
     Its metrics and checkpoints stay. Raises InputError where the directory cannot be written.
     """
     directory = Path(directory)
-    checkpoints = directory / CHECKPOINTS
+    checkpoints = open_directory(directory)
     try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
         for name in (RECORD, TIMELINE):
             (directory / name).unlink(missing_ok=True)
         plan.save(directory / PLAN)
