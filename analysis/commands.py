@@ -34,12 +34,19 @@ def measure(arguments: argparse.Namespace) -> int:
     import torch
 
     from executor.measure import measure as run_measure
+    from simulator.errors import InputError
     from simulator.hardware import load_hardware
     from simulator.model import read_model_config
     from simulator.policy import Workload
     from simulator.schema import validated
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    hardware = load_hardware(arguments.hardware)
+    if hardware.device.kind != device.type:
+        raise InputError(
+            f"--hardware: {hardware.name!r} computes on a {hardware.device.kind!r} device and this machine on "
+            f"{device.type!r}; costs are measured on their own machine: name the file of a `conveyor probe` here"
+        )
     workload = validated(
         Workload,
         sequence_length=arguments.sequence_length,
@@ -49,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> int:
         compiled=device.type == "cuda" if arguments.compiled is None else arguments.compiled,
     )
     costs = run_measure(
-        read_model_config(arguments.model), load_hardware(arguments.hardware), workload,
+        read_model_config(arguments.model), hardware, workload,
         micro_batch_rows=arguments.micro_batch_rows, device=device, report=print,
     )  # fmt: skip
     costs.save(arguments.output)
@@ -87,8 +94,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         costs = fold_runs([load_run(run) for run in arguments.calibrate], costs)
     limits = Limits(
-        device_memory_bytes=min(arguments.device_memory or hardware.device.memory_bytes, hardware.device.memory_bytes),
-        host_memory_bytes=min(arguments.host_memory or hardware.host.memory_bytes, hardware.host.memory_bytes),
+        device_memory_bytes=_limit("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
+        host_memory_bytes=_limit("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
         nvme_memory_bytes=arguments.nvme_memory,
     )
     found = run_plan(model, workload, hardware, limits, costs, model_path=arguments.model)
@@ -101,6 +108,15 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.output:
         print(f"written to {arguments.output}")
     return 0
+
+
+def _limit(name: str, asked: int | None, capacity_bytes: int) -> int:
+    """Bytes that a plan may use: what was asked for, and never more than the machine has."""
+    from simulator.errors import InputError
+
+    if asked == 0:
+        raise InputError(f"{name}: 0 bytes hold nothing; leave it out for all that the hardware has")
+    return min(asked or capacity_bytes, capacity_bytes)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -135,7 +151,8 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Train by a plan: the one given, or one made first."""
-    from executor.config import load_config, resolved_yaml
+    from executor.config import SYNTHETIC_DATA, load_config, resolved_yaml
+    from executor.folder import require_path
     from executor.launch import launch
     from planner.explain import plan_table
     from planner.plan import Plan
@@ -163,6 +180,8 @@ def train(arguments: argparse.Namespace) -> int:
         return 0
     model_config = read_model_config(path)
     model = model_spec(model_config)
+    if config.data != SYNTHETIC_DATA:
+        require_path(config.data, what="data")  # before the minutes that probing and planning may take
     planned = given or _plan_for(config, model)
     print(plan_table(planned))
     launch(config, planned, model_config, model)
@@ -188,8 +207,8 @@ def _plan_for(config: "TrainConfig", model: "ModelSpec") -> "Plan":
         hardware = run_probe(Path(config.output) / "hardware.json")
     compiled = hardware.device.kind == "cuda" if config.compiled == "auto" else config.compiled
     limits = Limits(
-        device_memory_bytes=min(config.device_memory or hardware.device.memory_bytes, hardware.device.memory_bytes),
-        host_memory_bytes=min(config.host_memory or hardware.host.memory_bytes, hardware.host.memory_bytes),
+        device_memory_bytes=_limit("device_memory", config.device_memory, hardware.device.memory_bytes),
+        host_memory_bytes=_limit("host_memory", config.host_memory, hardware.host.memory_bytes),
         nvme_memory_bytes=config.nvme_memory,
     )
     costs = OperationCosts.load(config.costs) if config.costs else None

@@ -56,3 +56,34 @@ def test_a_refused_first_run_leaves_its_record(run_yaml: Path) -> None:
     record = json.loads((run_yaml.parent / "run" / "run.json").read_text())
     assert record["status"] == "refused"
     assert "missing does not exist" in record["message"]
+
+
+def test_data_that_does_not_exist_is_refused_before_anything_is_made(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "run.yaml", "data=missing.jsonl"]) == 2
+    captured = capsys.readouterr()
+    assert "missing.jsonl does not exist" in captured.err
+    assert captured.out == ""  # no plan was made
+    assert not (run_yaml.parent / "run").exists()
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_limit_of_0_bytes_is_not_taken_for_no_limit(
+    tier: str, run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = "plan --model model --hardware cpu-2-core --sequence-length 16 --tokens-per-step 64"
+    assert cli.main([*plan.split(), f"--{tier}-memory", "0"]) == 2
+    assert f"--{tier}-memory: 0 bytes" in capsys.readouterr().err
+    assert cli.main(["train", "run.yaml", f"{tier}_memory=0"]) == 2
+    assert f"{tier}_memory: 0 bytes" in capsys.readouterr().err
+
+
+def test_costs_are_not_measured_in_the_name_of_another_kind_of_machine(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    measure = "measure --model model --hardware h200 --sequence-length 16 --micro-batch-rows 1"
+    assert cli.main(measure.split()) == 2
+    assert "'h200' computes on a 'cuda' device and this machine on 'cpu'" in capsys.readouterr().err
+    assert not (run_yaml.parent / "costs.json").exists()
