@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from executor.checkpoint import latest
 from executor.config import TrainConfig, resolved_yaml
 from executor.record import PredictedFrom, RunRecord, Status, installed_versions
 from executor.run import Outcome, Run
-from executor.run_directory import CONFIG, RECORD, finish_run, open_directory, start_run
+from executor.run_directory import CHECKPOINTS, CONFIG, RECORD, finish_run, open_directory, start_run
 from executor.source_tree import source_tree
 from planner.plan import Plan, require_same_inputs
 from simulator.errors import InputError, OutOfMemory
@@ -37,6 +38,7 @@ def launch(
     """
     require_same_inputs(plan, model=model)
     _require_agreement(config, plan)
+    _require_no_earlier_run(config)
     limits = plan.inputs.limits
     check_capacity(
         plan.hardware, current_device(), current_host(),
@@ -95,6 +97,18 @@ def _require_agreement(config: TrainConfig, plan: Plan) -> None:
     ]
     if different:
         raise InputError(f"the plan was made for another step: {'; '.join(different)}; plan again")
+
+
+def _require_no_earlier_run(config: TrainConfig) -> None:
+    """Refuse to start anew where checkpoints lie, unless asked to: the first saves would remove them."""
+    if "resume" in config.model_fields_set:
+        return
+    newest = latest(Path(config.output) / CHECKPOINTS) if (Path(config.output) / CHECKPOINTS).is_dir() else None
+    if newest is not None:
+        raise InputError(
+            f"{newest} is of an earlier run: resume=auto goes on from it, resume=never starts anew and gives it up; "
+            "or set another output"
+        )
 
 
 def _train(

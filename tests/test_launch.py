@@ -87,3 +87,16 @@ def test_costs_are_not_measured_in_the_name_of_another_kind_of_machine(
     assert cli.main(measure.split()) == 2
     assert "'h200' computes on a 'cuda' device and this machine on 'cpu'" in capsys.readouterr().err
     assert not (run_yaml.parent / "costs.json").exists()
+
+
+def test_checkpoints_are_given_up_only_when_asked_to(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "run.yaml"]) == 0
+    before = files(run_yaml.parent / "run")
+    assert cli.main(["train", "run.yaml", "learning_rate=1e-4"]) == 2
+    complaint = capsys.readouterr().err
+    assert "run/checkpoints/step-00000006 is of an earlier run" in complaint
+    assert "resume=auto" in complaint
+    assert "resume=never" in complaint
+    assert files(run_yaml.parent / "run") == before
+    assert cli.main(["train", "run.yaml", "learning_rate=1e-4", "resume=never"]) == 0
+    assert [row["learning_rate"] for row in load_run("run").metrics][1] == pytest.approx(1e-4)
