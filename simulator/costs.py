@@ -41,6 +41,9 @@ KEPT_SHARE: dict[str, float] = {
 # Where nothing is measured: what eager keeps beyond a compiled layer, and the share of peak that kernels reach.
 EAGER_KEPT_FACTOR = 2.0
 BACKWARD_ELEMENTWISE_FACTOR = 2.0
+# Kernels that a layer launches, forward and backward: eager, counted by dispatch on Llama and Qwen2 layers; compiled,
+# its matrix products and attention with about one fused kernel between neighbours.
+LAUNCHES = {False: (40, 75), True: (14, 30)}
 
 
 class MeasuredCost(Schema):
@@ -67,6 +70,10 @@ class OperationCosts(Schema):
         return self.model_copy(
             update={"entries": {**self.entries, **entries}, "folded_runs": (*self.folded_runs, *runs)}
         )
+
+
+def _first(pair: tuple[int, MeasuredCost]) -> int:
+    return pair[0]
 
 
 def shape_hash(model: ModelSpec) -> str:
@@ -138,9 +145,8 @@ class Pricing:
         block = self.model.block(buffer.block)
         key = f"forward.{block.kind}.{block.variant}.{buffer.level}.{self._rows}"
         if key not in self._kept_bytes:
-            measured = self._measured(key)
-            estimate = self._roofline_kept_bytes(buffer.level)
-            self._kept_bytes[key] = measured.kept_bytes if measured is not None else estimate
+            measured = self._kept_at_rows(key)
+            self._kept_bytes[key] = self._roofline_kept_bytes(buffer.level) if measured is None else measured
         return self._kept_bytes[key]
 
     @cached_property
@@ -163,7 +169,7 @@ class Pricing:
         return f"{self.policy.micro_batch_rows}x{self.workload.sequence_length}"
 
     def _price(self, key: str, operation: Operation) -> Price:
-        measured = self._measured(key)
+        measured = self._measured(key, operation)
         seconds = measured.seconds if measured is not None else self._roofline_seconds(operation)
         self.origins[key] = "roofline" if measured is None else "measured" if key in self.entries else "interpolated"
         transient = None if measured is None else measured.transient_bytes
@@ -171,36 +177,56 @@ class Pricing:
             transient = self._roofline_transient_bytes(operation)
         return Price(seconds, self._dram_bytes(operation), transient)
 
-    def _measured(self, key: str) -> MeasuredCost | None:
+    def _measured(self, key: str, operation: Operation) -> MeasuredCost | None:
+        """The entry of `key`, one between measured row counts, or the nearest one scaled as the rooflines are."""
         if key in self.entries:
             return self.entries[key]
-        prefix, _, tokens = key.rpartition(".")
-        if "x" not in tokens:
-            return None
-        rows, sequence_length = (int(part) for part in tokens.split("x"))
-        points = sorted(
-            (int(other.rpartition(".")[2].split("x")[0]), cost)
-            for other, cost in self._same_prefix(prefix, sequence_length)
-        )
+        points = self._measured_rows(key)
         if not points:
             return None
-        at = [point[0] for point in points]
+        rows, at = self.policy.micro_batch_rows, [point[0] for point in points]
+        if at[0] <= rows <= at[-1]:
+            seconds = float(numpy.interp(rows, at, [cost.seconds for _, cost in points]))
+            transients = [cost.transient_bytes for _, cost in points if cost.transient_bytes is not None]
+            whole = len(transients) == len(points)
+            transient = round(float(numpy.interp(rows, at, transients))) if whole else None
+        else:
+            # Launches, sums over micro-batches and slow small products do not shrink with the rows: rooflines know.
+            near_rows, near = points[0] if rows < at[0] else points[-1]
+            there = self._at_rows(near_rows)
+            seconds = near.seconds * self._roofline_seconds(operation) / there._roofline_seconds(operation)
+            transient = near.transient_bytes
+            if transient is not None:
+                here = self._roofline_transient_bytes(operation)
+                transient = round(transient * here / max(1, there._roofline_transient_bytes(operation)))
+        return MeasuredCost(seconds=seconds, transient_bytes=transient, source="interpolated over rows")
 
-        def line(values: list[float]) -> float:
-            # Between measured row counts on a line, beyond them in proportion to rows.
-            if rows < at[0]:
-                return values[0] * rows / at[0]
-            if rows > at[-1]:
-                return values[-1] * rows / at[-1]
-            return float(numpy.interp(rows, at, values))
+    def _kept_at_rows(self, key: str) -> int | None:
+        """Kept bytes are in proportion to rows."""
+        if key in self.entries:
+            return self.entries[key].kept_bytes
+        points = self._measured_rows(key)
+        if not points:
+            return None
+        rows, at = self.policy.micro_batch_rows, [point[0] for point in points]
+        if at[0] <= rows <= at[-1]:
+            return round(float(numpy.interp(rows, at, [cost.kept_bytes for _, cost in points])))
+        near_rows, near = points[0] if rows < at[0] else points[-1]
+        return round(near.kept_bytes * rows / near_rows)
 
-        transients = [float(cost.transient_bytes) for _, cost in points if cost.transient_bytes is not None]
-        return MeasuredCost(
-            seconds=line([cost.seconds for _, cost in points]),
-            transient_bytes=round(line(transients)) if len(transients) == len(points) else None,
-            kept_bytes=round(line([float(cost.kept_bytes) for _, cost in points])),
-            source="interpolated over rows",
-        )
+    def _measured_rows(self, key: str) -> list[tuple[int, MeasuredCost]]:
+        """(rows, entry) of the same operation at the same sequence length, ascending; none where rows do not matter."""
+        prefix, _, tokens = key.rpartition(".")
+        if "x" not in tokens:
+            return []
+        sequence_length = int(tokens.split("x")[1])
+        found = self._same_prefix(prefix, sequence_length)
+        return sorted(((int(other.rpartition(".")[2].split("x")[0]), cost) for other, cost in found), key=_first)
+
+    def _at_rows(self, rows: int) -> "Pricing":
+        """The same prices for another micro-batch size."""
+        policy = self.policy.model_copy(update={"micro_batch_rows": rows})
+        return Pricing(self.model, self.workload, policy, self.hardware)
 
     def _same_prefix(self, prefix: str, sequence_length: int) -> list[tuple[str, MeasuredCost]]:
         return [
@@ -233,7 +259,9 @@ class Pricing:
             case Kind.LOSS:
                 rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
                 logits = self.tokens * model.vocab_size
-                return 3 * formulas.head_matmul_flops(model, self.tokens) / rate + 20 * logits / hbm
+                chunks = -(-self.tokens // self.policy.head_chunk_tokens)
+                sums = 10 * chunks * model.vocab_size * model.hidden_size  # the projection's gradient, added a chunk
+                return 3 * formulas.head_matmul_flops(model, self.tokens) / rate + (20 * logits + sums) / hbm
             case Kind.FINISH_GRADIENT:
                 return launch + elements * (width.accumulator + completed) / hbm
             case Kind.UPDATE:
@@ -259,11 +287,12 @@ class Pricing:
         model, hardware, precision = self.model, self.hardware, self.workload.precision
         matmul = formulas.layer_matmul_flops(model, block, self.tokens)
         attention = formulas.layer_attention_flops(model, self.policy.micro_batch_rows, self.workload.sequence_length)
-        return (
+        seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "forward")
             + self._layer_elementwise_seconds()
         )
+        return max(seconds, LAUNCHES[self.workload.compiled][0] * hardware.launch_seconds.value)
 
     def _layer_backward_seconds(self, block: int) -> float:
         model, hardware, precision = self.model, self.hardware, self.workload.precision
@@ -271,12 +300,13 @@ class Pricing:
         rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
         attention = 2 * formulas.layer_attention_flops(model, rows, sequence_length)
         accumulate = 10 * model.block(block).num_elements / hardware.hbm_bytes_per_second.value
-        return (
+        seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "backward")
             + BACKWARD_ELEMENTWISE_FACTOR * self._layer_elementwise_seconds()
             + accumulate
         )
+        return max(seconds, LAUNCHES[self.workload.compiled][1] * hardware.launch_seconds.value)
 
     def _layer_elementwise_seconds(self) -> float:
         width = PRECISIONS[self.workload.precision].weight
