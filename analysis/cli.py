@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interrupt_once():
             arguments = parse(sys.argv[1:] if argv is None else argv)
             exit_code: int = getattr(commands, arguments.command)(arguments)
+            sys.stdout.flush()
             return exit_code
     except ConveyorError as error:
         _complain(str(error))
@@ -67,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
+    except BrokenPipeError:
+        # `conveyor ... | head`: who read has gone. What is still buffered must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _complain("standard output was closed before all was written")
+        return 1
     except Exception:
         traceback.print_exc()
         return 1
