@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from analysis.tables import error_share
 from executor import checkpoint
 from executor.config import TrainConfig
 from executor.launch import launch
@@ -99,7 +100,11 @@ def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_l
     assert run.measured is not None
     assert run.predicted is not None
     assert {span.name for span in run.measured.spans} == {span.name for span in run.predicted.spans}
-    assert any("step time" in line for line in said)
+    expected, found = record.predicted, record.measured
+    assert expected is not None
+    assert found is not None
+    error = error_share(expected.step_seconds, found.step_seconds)  # the report's
+    assert any(line.startswith("step time") and f"(error {error:+.1%})" in line for line in said)
 
     progress, tensors = checkpoint_tensors(tmp_path / "run" / "checkpoints", model)
     assert (progress.step, progress.applied_steps) == (8, 8)
