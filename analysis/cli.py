@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:  # whoever read the output has enough, as in `conveyor plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        _complain("standard output was closed before all was written")
         return 1
     except KeyboardInterrupt:
         _complain("interrupted")

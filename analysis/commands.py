@@ -94,8 +94,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         costs = fold_runs([load_run(run) for run in arguments.calibrate], costs)
     limits = Limits(
-        device_memory_bytes=min(arguments.device_memory or hardware.device.memory_bytes, hardware.device.memory_bytes),
-        host_memory_bytes=min(arguments.host_memory or hardware.host.memory_bytes, hardware.host.memory_bytes),
+        device_memory_bytes=_limit("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
+        host_memory_bytes=_limit("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
         nvme_memory_bytes=arguments.nvme_memory,
     )
     found = run_plan(model, workload, hardware, limits, costs, model_path=arguments.model)
@@ -108,6 +108,15 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.output:
         print(f"written to {arguments.output}")
     return 0
+
+
+def _limit(name: str, asked: int | None, capacity_bytes: int) -> int:
+    """Bytes that a plan may use: what was asked for, and never more than the machine has."""
+    from simulator.errors import InputError
+
+    if asked == 0:
+        raise InputError(f"{name}: 0 bytes hold nothing; leave it out for all that the hardware has")
+    return min(asked or capacity_bytes, capacity_bytes)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -145,7 +154,8 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Train by a plan: the one given, or one made first."""
-    from executor.config import load_config, resolved_yaml
+    from executor.config import SYNTHETIC_DATA, load_config, resolved_yaml
+    from executor.folder import require_path
     from executor.launch import launch, require_own_directory, settled
     from planner.explain import plan_table
     from planner.plan import Plan
@@ -176,6 +186,8 @@ def train(arguments: argparse.Namespace) -> int:
     require_own_directory(config)
     model_config = read_model_config(path)
     model = load_model_spec(path)
+    if config.data != SYNTHETIC_DATA:
+        require_path(config.data, what="data")  # before the minutes that probing and planning may take
     planned = given or _plan_for(config, model)
     print(plan_table(planned))
     launch(config, planned, model_config, model)
@@ -201,8 +213,8 @@ def _plan_for(config: "TrainConfig", model: "ModelSpec") -> "Plan":
         hardware = run_probe(Path(config.output) / "hardware.json")
     compiled = hardware.device.kind == "cuda" if config.compiled == "auto" else config.compiled
     limits = Limits(
-        device_memory_bytes=min(config.device_memory or hardware.device.memory_bytes, hardware.device.memory_bytes),
-        host_memory_bytes=min(config.host_memory or hardware.host.memory_bytes, hardware.host.memory_bytes),
+        device_memory_bytes=_limit("device_memory", config.device_memory, hardware.device.memory_bytes),
+        host_memory_bytes=_limit("host_memory", config.host_memory, hardware.host.memory_bytes),
         nvme_memory_bytes=config.nvme_memory,
     )
     costs = OperationCosts.load(config.costs) if config.costs else None

@@ -73,7 +73,7 @@ def main() -> int:
     config = TrainConfig(
         model=str(model_folder), data=text, output=str(run), plan=str(DIRECTORY / "plan.json"),
         learning_rate=2e-3, lr_schedule="cosine", warmup_steps=10, weight_decay=0.01, betas=(0.9, 0.95),
-        max_steps=NUM_STEPS, log_every=25, precision=workload.precision,
+        max_steps=NUM_STEPS, log_every=25, precision=workload.precision, resume="never",
     )  # fmt: skip
     launch(config, found, MODEL, model)
 

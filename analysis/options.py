@@ -1,8 +1,10 @@
 """The options of each command. Scripts call these: names and meanings stay stable."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -39,8 +41,22 @@ def count(text: str) -> int:
     return int(text)
 
 
+def output_file(text: str) -> str:
+    """The path of a file that can be written, for argparse: known before minutes of work, not after them."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
+    return text
+
+
 def _probe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", metavar="FILE", default="hardware.json", help="profile to write [%(default)s]")
+    parser.add_argument(
+        "--output", metavar="FILE", type=output_file, default="hardware.json", help="profile to write [%(default)s]"
+    )
 
 
 def _measure(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +67,9 @@ def _measure(parser: argparse.ArgumentParser) -> None:
     )
     _numbers(parser)
     parser.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
-    parser.add_argument("--output", metavar="FILE", default="costs.json", help="costs to write [%(default)s]")
+    parser.add_argument(
+        "--output", metavar="FILE", type=output_file, default="costs.json", help="costs to write [%(default)s]"
+    )
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -73,14 +91,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--host-memory", metavar="SIZE", type=positive_size, help="host memory that the plan may use")
     limits.add_argument("--nvme-memory", metavar="SIZE", type=size, default=0, help="disk for state [%(default)s]")
 
-    parser.add_argument("--output", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--output", metavar="FILE", type=output_file, help="write the plan as JSON")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a table")
 
 
 def _simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="plan.json", help="a plan that `conveyor plan --output` wrote")
     parser.add_argument("--hardware", metavar="NAME|FILE", help="replay on other hardware than the plan's")
-    parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
+    parser.add_argument("--trace", metavar="FILE", type=output_file, help="write the timeline as a Chrome trace")
 
 
 def _train(parser: argparse.ArgumentParser) -> None:

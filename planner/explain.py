@@ -28,7 +28,7 @@ _HOLDS = {
     Role.SCALARS: "scalars",
 }
 _RESOURCES = {
-    "compute": "GPU compute",
+    "compute": "{device} compute",
     "h2d": "host-to-device link",
     "d2h": "device-to-host link",
     "host": "host optimizer",
@@ -52,6 +52,19 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:#.4g} s" if seconds >= 1 else f"{seconds * 1e3:#.4g} ms"
 
 
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
+def _tflops(tflops: float) -> str:
+    """One decimal from 10 up, below it three digits: a CPU's rates differ too."""
+    return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"
+
+
+def _device(plan: Plan) -> str:
+    return "GPU" if plan.hardware.device.kind == "cuda" else "CPU"
+
+
 def _render(table: Table, width: int) -> str:
     text = StringIO()
     Console(file=text, width=width, color_system=None).print(table)
@@ -63,7 +76,7 @@ def _title(plan: Plan) -> str:
     name = model.path or model.family
     clipping = {"global": "exact clipping", "layerwise": "layerwise clipping", "none": "no clipping"}[workload.clipping]
     return (
-        f"{name}: {model.num_parameters / 1e9:.2f} B parameters in {model.num_layers} layers, "
+        f"{name}: {_parameters(model.num_parameters)} parameters in {model.num_layers} layers, "
         f"{workload.tokens_per_step:,} tokens a step in sequences of {workload.sequence_length:,}, {clipping},\n"
         f"{workload.gradient_format} gradients, {workload.state_format} optimizer state, "
         f"on {plan.inputs.hardware.name} with {format_bytes(limits.device_memory_bytes)} of device memory "
@@ -75,12 +88,13 @@ def _decisions(plan: Plan) -> Table:
     policy, workload = plan.policy, plan.inputs.workload
     table = Table(box=None, show_header=False, pad_edge=False)
     tokens = policy.micro_batch_rows * workload.sequence_length
+    on = {"device": "on the GPU" if plan.hardware.device.kind == "cuda" else "on the device", "host": "on the host"}
     rows = [
         ("micro-batches", f"{policy.num_micro_batches} of {policy.micro_batch_rows} rows, {tokens:,} tokens"),
         ("groups", _runs([f"{size}" for size in policy.groups], "of {} micro-batches")),
         ("weights", _runs(_words(policy.weight_homes, {"device": "resident", "host": "streamed"}), "{}")),
         ("save levels", _runs([_level(level) for level in policy.save_levels], "{}", first=1)),
-        ("optimizer", _runs(_words(policy.optimizer_homes, {"device": "on the GPU", "host": "on the host"}), "{}")),
+        ("optimizer", _runs(_words(policy.optimizer_homes, on), "{}")),
     ]
     if "host" in policy.weight_homes:
         rows.append(("prefetch", f"{policy.prefetch_depth} layers ahead"))
@@ -162,8 +176,8 @@ def _rivals(plan: Plan) -> Table:
     rows: dict[str, Callable[[StepFigures], str]] = {
         "step time": lambda f: _seconds(f.step_seconds),
         "of this plan's speed": lambda f: f"{best / f.step_seconds:.1%}",
-        "TFLOPS (6 N T)": lambda f: f"{f.tflops:.1f}",
-        "TFLOPS with attention": lambda f: f"{f.tflops_with_attention:.1f}",
+        "TFLOPS (6 N T)": lambda f: _tflops(f.tflops),
+        "TFLOPS with attention": lambda f: _tflops(f.tflops_with_attention),
         "tokens per second": lambda f: f"{f.tokens_per_second:,.0f}",
         "device peak": lambda f: format_bytes(f.device_peak_bytes),
         "host peak": lambda f: format_bytes(f.host_peak_bytes),
@@ -185,7 +199,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         f"this one is within {bound.gap:.2%} of it"
     )
     resource, busy = max(plan.busy_seconds.items(), key=lambda item: item[1])
-    yield f"bottleneck: {_RESOURCES.get(resource, resource)}, busy for {busy / seconds:.1%} of the step"
+    name = _RESOURCES.get(resource, resource).format(device=_device(plan))
+    yield f"bottleneck: {name}, busy for {busy / seconds:.1%} of the step"
     shares = sorted(plan.prediction.breakdown_seconds.items(), key=lambda item: -item[1])
     yield "step: " + ", ".join(f"{words} {_seconds(value)}" for words, value in shares if value >= 5e-4 * seconds)
     measured, interpolated, computed = (plan.price_shares[key] for key in ("measured", "interpolated", "roofline"))

@@ -28,7 +28,7 @@ class Schema(pydantic.BaseModel):
         try:
             return cls.model_validate_json(text)
         except pydantic.ValidationError as error:
-            raise InputError(f"{path}: {describe(error)}") from error
+            raise InputError(f"{path}: {describe(error, most=3)}") from error
 
     def save(self, path: Path | str) -> None:
         """Write indented JSON, ending in a newline."""
@@ -46,13 +46,21 @@ def validated(schema: type[AnySchema], **values: Any) -> AnySchema:
         raise InputError(describe(error)) from error
 
 
-def describe(error: pydantic.ValidationError) -> str:
-    """One line for all mistakes of a validation error: `key: what is wrong; key: ...`."""
+def describe(error: pydantic.ValidationError, *, most: int | None = None) -> str:
+    """One line for the mistakes of a validation error: `key: what is wrong; key: ...`; beyond `most` only counted.
+
+    A file of another kind has dozens: a few say so, unknown keys first, since a misspelt one is missing too.
+    """
     parts = []
-    for item in error.errors(include_url=False):
+    mistakes = error.errors(include_url=False)
+    if most is not None and len(mistakes) > most:
+        mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
+    for item in mistakes:
         key = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         parts.append(f"{key}: {message}" if key else message)
+    if most is not None and len(parts) > most:
+        parts[most:] = [f"and {len(parts) - most} more mistakes: is this the right file?"]
     return "; ".join(parts)
 
 

@@ -124,6 +124,10 @@ def test_options_of_the_others(line: str, expected: dict[str, object]) -> None:
         (f"{PLAN} --host-memory -1GiB", "argument --host-memory"),
         (f"{PLAN} --state-format fp8", "invalid choice: 'fp8'"),
         (f"{PLAN} --compiled --eager", "not allowed with argument --compiled"),
+        (f"{PLAN} --output missing/plan.json", "'missing/plan.json': there is no folder 'missing'"),
+        (f"{PLAN} --output /", "'/' is a folder"),
+        ("probe --output missing/hardware.json", "there is no folder 'missing'"),
+        ("simulate plan.json --trace missing/trace.json", "there is no folder 'missing'"),
         (f"{PLAN} --out plan.json", "unrecognized arguments: --out plan.json"),
         (f"{PLAN} --micro-batch-rows 0", "'0' is not a whole number of at least 1"),
         ("measure --model m --hardware h --sequence-length 1.5", "'1.5' is not a whole number of at least 1"),
@@ -216,6 +220,26 @@ def test_the_first_interrupt_lets_the_command_save() -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "saved\n", "conveyor: error: interrupted\n")
+
+
+@pytest.mark.parametrize("num_lines", [1, 100_000], ids=["at its end", "while it prints"])
+def test_a_command_whose_reader_has_gone_ends_with_a_sentence(num_lines: int, tmp_path: Path) -> None:
+    body = f"""
+    from pathlib import Path
+    print("ready", flush=True)
+    while not Path({str(tmp_path / "gone")!r}).exists():
+        time.sleep(0.01)
+    for _ in range({num_lines}):
+        print("more")
+    return 0
+"""
+    with front_door(body) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        (tmp_path / "gone").touch()
+        assert process.wait(timeout=30) == 1
+        assert process.stderr.read() == "conveyor: error: standard output was closed before all was written\n"
 
 
 def test_the_second_interrupt_ends_at_once_even_a_native_call() -> None:

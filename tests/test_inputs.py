@@ -347,4 +347,4 @@ def test_json_on_standard_output_is_json_and_a_closed_pipe_is_no_traceback(given
     piped = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert piped.returncode == 1
-    assert piped.stderr == ""
+    assert piped.stderr == "conveyor: error: standard output was closed before all was written\n"

@@ -180,6 +180,15 @@ def test_the_table_tells_where_everything_lives_with_units(planned: Plan) -> Non
     assert max(len(line) for line in text.splitlines()[:40]) <= 160
 
 
+def test_the_table_of_a_small_model_on_a_cpu_has_figures_that_differ_and_names_no_gpu() -> None:
+    model = toy_model(2, layer_elements=128 * 100, edge_elements=128)
+    found = plan(model, Workload(sequence_length=8, tokens_per_step=16), load_hardware("cpu-2-core"))
+    text = plan_table(found)
+    assert f"{model.num_parameters / 1e6:.2f} M parameters" in text
+    assert f"{found.prediction.tflops:.3g}" in text
+    assert "GPU" not in text
+
+
 def test_bytes_in_the_table_add_up_to_the_peaks(planned: Plan) -> None:
     lines = plan_table(planned).splitlines()
     header = next(number for number, line in enumerate(lines) if line.startswith("what lives where")) + 1

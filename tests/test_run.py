@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from analysis.tables import error_share
 from executor import checkpoint
 from executor.config import TrainConfig
 from executor.launch import launch
@@ -99,7 +100,11 @@ def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_l
     assert run.measured is not None
     assert run.predicted is not None
     assert {span.name for span in run.measured.spans} == {span.name for span in run.predicted.spans}
-    assert any("step time" in line for line in said)
+    expected, found = record.predicted, record.measured
+    assert expected is not None
+    assert found is not None
+    error = error_share(expected.step_seconds, found.step_seconds)  # the report's
+    assert any(line.startswith("step time") and f"(error {error:+.1%})" in line for line in said)
 
     progress, tensors = checkpoint_tensors(tmp_path / "run" / "checkpoints", model)
     assert (progress.step, progress.applied_steps) == (8, 8)
@@ -142,10 +147,11 @@ def test_a_run_stopped_and_resumed_under_another_plan_equals_one_that_never_stop
 def test_resuming_with_other_settings_is_refused_by_key(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
 ) -> None:
-    launch(run_config(text, tmp_path / "run", max_steps=4), planned, CONFIG, model, say=silent)
+    launch(run_config(text, tmp_path / "run", max_steps=4, save_every=2), planned, CONFIG, model, say=silent)
+    earlier = tmp_path / "run" / "checkpoints" / "step-00000002"
     with pytest.raises(InputError, match="learning_rate"):
         launch(
-            run_config(text, tmp_path / "run", max_steps=4, resume="auto", learning_rate=2e-2),
+            run_config(text, tmp_path / "run", max_steps=4, resume=str(earlier), learning_rate=2e-2),
             planned, CONFIG, model, say=silent,
         )  # fmt: skip
 

@@ -59,6 +59,16 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         assert f"{key}: " in str(error.value)
 
 
+def test_a_file_of_another_kind_is_told_by_a_few_mistakes_unknown_keys_first(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4, "model_type": "llama"}')
+    with pytest.raises(InputError) as error:
+        Workload.load(path)
+    message = str(error.value)
+    assert message.index("hidden_size: ") < message.index("vocab_size: ") < message.index("num_hidden_layers: ")
+    assert message.endswith("and 3 more mistakes: is this the right file?")  # model_type and the two required keys
+
+
 def test_values_of_a_user_are_refused_as_wrong_input() -> None:
     assert validated(Workload, sequence_length=8, tokens_per_step=64) == WORKLOAD
     with pytest.raises(InputError) as error:
