@@ -146,7 +146,8 @@ class Run:
         """Fill the state: from a checkpoint, a model folder, or at random."""
         started = time.perf_counter()
         self._fill_state()
-        self.say(f"state filled in {time.perf_counter() - started:.1f} s; the first step compiles")
+        compiles = "; the first step compiles the layers" if self.workload.compiled else ""
+        self.say(f"state filled in {time.perf_counter() - started:.1f} s{compiles}")
 
     def _fill_state(self) -> None:
         states = self.trainer.memory.states()
@@ -237,7 +238,7 @@ class Run:
             "target_tokens": result.num_targets,
             "tokens_per_second": result.num_tokens / seconds,
             "tflops": tflops(self.model, tokens, seconds),
-            "device_peak_bytes": self._device_peak_bytes(),
+            "device_peak_bytes": self._device_peak_bytes() or None,  # on a CPU, counted in one step near the end
             "host_peak_bytes": host_bytes,
         }  # fmt: skip
         append_metrics(self.directory, row)
@@ -281,6 +282,9 @@ class Run:
             self.model, self.workload, step_seconds, device_peak_bytes=self._device_peak_bytes(),
             host_peak_bytes=host_peak_bytes, breakdown_seconds=timeline.breakdown(),
         )  # fmt: skip
+        # Padding is computed, so it counts as FLOPs; it is not text, so it does not count as tokens.
+        real_tokens = statistics.mean(result.num_tokens for result in results[-len(timed) :])
+        figures = figures.model_copy(update={"tokens_per_second": real_tokens / step_seconds})
         return Outcome(
             figures, timeline, [r.clip_factor for r in results], len(timed), [r.loss for r in results], exported
         )

@@ -26,7 +26,7 @@ class StepFigures(Schema):
     step_seconds: float = pydantic.Field(gt=0)
     tflops: float  # 6 N T / seconds / 1e12
     tflops_with_attention: float
-    tokens_per_second: float
+    tokens_per_second: float  # measured: without padding
     device_peak_bytes: int
     host_peak_bytes: int
     nvme_peak_bytes: int = 0

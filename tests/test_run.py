@@ -156,6 +156,22 @@ def test_resuming_with_other_settings_is_refused_by_key(
         )  # fmt: skip
 
 
+def test_tokens_per_second_leave_padding_out_and_tflops_do_not(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    rows = text.with_suffix(".jsonl")
+    rows.write_text("".join(json.dumps({"text": f"row {n:04}"}) + "\n" for n in range(200)))  # 8 bytes and an end
+    record = launch(run_config(rows, tmp_path / "run"), planned, CONFIG, model, say=silent)
+    found = record.measured
+    assert found is not None
+    real = load_run(tmp_path / "run").metrics[-1]["tokens"]
+    assert real < WORKLOAD.tokens_per_step / 2
+    assert found.tokens_per_second == pytest.approx(real / found.step_seconds)
+    assert found.tflops == pytest.approx(
+        6 * model.num_parameters * WORKLOAD.tokens_per_step / found.step_seconds / 1e12
+    )
+
+
 def test_a_failing_operation_ends_the_run_with_its_reason_and_a_record(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
