@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from executor.huggingface import export, has_weights, initialise, load_weights, state_sink
 from executor.planes import merge_planes
-from executor.store import tensor_view
+from executor.store import tensor_view, zero_state
 from executor.tokenizer import ByteTokenizer
 from simulator.errors import InputError
 from simulator.model import model_spec
@@ -248,6 +248,22 @@ def test_initial_weights_depend_on_the_seed_alone(monkeypatch):
     monkeypatch.setattr("executor.huggingface.sched_getaffinity", lambda _: set(range(7)))
     assert torch.equal(drawn(1), first)
     assert (drawn(2) != first).float().mean() > 0.8
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_weights_for_every_home():
+    config = tiny_config(hidden_size=192, head_dim=48, intermediate_size=700, initializer_range=0.05)
+    model = model_spec(config)
+    device = torch.device("cuda", 0)
+    on_host = zero_states(model, "bf16")
+    on_device = [zero_state(model.block(block), precision="bf16", device=device) for block in range(model.num_blocks)]
+    for states in (on_host, on_device):
+        initialise(model, config, states, seed=1, device=device)
+    here, there = master(model, on_host), master(model, on_device)
+    for name, value in here.items():
+        assert torch.equal(value, there[name].cpu()), name
+        if value.dim() > 1:
+            assert value.std().item() == pytest.approx(0.05, rel=0.03), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
