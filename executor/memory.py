@@ -60,8 +60,7 @@ class Memory:
         self.loss_scales = torch.zeros(policy.num_micro_batches, dtype=torch.float64, device=device)
 
     def _allocate(self, buffer: Buffer) -> None:
-        dtype = self._dtype(buffer)
-        if buffer.tier is Tier.HOST or dtype is None:
+        if buffer.tier is Tier.HOST:
             return  # in the host store, or one of the scalars
         if buffer.role is Role.STATE:
             planes: dict[Plane, torch.Tensor] = {}
@@ -73,6 +72,9 @@ class Memory:
                     )
             self._device_states[buffer.block] = planes
             return
+        dtype = self._dtype(buffer)
+        if dtype is None:
+            return  # one of the scalars
         # Zeros, not garbage: the padding between a block's tensors must be zero for ever.
         self._tensors[buffer.name] = torch.zeros(buffer.num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
 
@@ -84,8 +86,6 @@ class Memory:
                 return plane_dtype("gradient", self.precision, self.gradient_format)
             case Role.ACCUMULATOR:
                 return torch.float64 if PRECISIONS[self.precision].accumulator == 8 else torch.float32
-            case Role.STATE:
-                return torch.float32
         return None
 
     def _host_zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,6 @@
 run failed.
 """
 
-import json
 import math
 import signal
 import statistics
@@ -297,12 +296,6 @@ class Run:
 
     def close(self) -> None:
         self.trainer.close()
-
-
-def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)
 
 
 def _open_dataset(config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None) -> Dataset:
