@@ -9,6 +9,7 @@ one operation after another: the program's order is right for that too.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,6 +24,10 @@ from simulator.timeline import MemoryPoint, Span
 Function = Callable[[Operation], None]
 # A wait that no one ends is a fault: give up after this long without any progress.
 PATIENCE_SECONDS = 600.0
+# Compute operations launched and not finished, at most. CUDA queues 1,024 launches, and torch launches its compiled
+# kernels with the interpreter lock held: a full queue behind a wait for the worker would keep from the worker the
+# lock that it needs to end that wait. A layer's operation is some 20 to 50 launches.
+LAUNCH_AHEAD = 12
 
 
 class Runner(Protocol):
@@ -135,6 +140,8 @@ class StreamRunner:
         self.stream_wait = StreamWait()
         self.launched: dict[str, _Launched] = {}  # this step
         self.launched_before: dict[str, _Launched] = {}  # the step before
+        self._ahead: deque[torch.cuda.Event] = deque()  # ends of compute operations that may not have finished
+        self._awaited = 0  # the newest host operation that a stream waits for
         self._recorded: dict[str, _Launched] = {}
         self._reference: tuple[torch.cuda.Event, float] | None = None
 
@@ -155,6 +162,8 @@ class StreamRunner:
 
     def _launch(self, operation: Operation, record: bool) -> _Launched:
         stream = self.streams[operation.resource]
+        if operation.resource is Resource.COMPUTE:
+            self._keep_queue_short(operation)
         for wait in operation.waits:
             awaited = self._find(wait)
             if awaited is None:
@@ -163,6 +172,7 @@ class StreamRunner:
                 stream.wait_event(awaited.end)
             else:
                 self.stream_wait.until(stream, self.worker.finished_word, awaited.number, self.worker)
+                self._awaited = max(self._awaited, awaited.number)
         launched = _Launched(operation)
         with torch.cuda.stream(stream):
             if record:
@@ -171,9 +181,18 @@ class StreamRunner:
             self.functions[operation.kind](operation)
             launched.end = torch.cuda.Event(enable_timing=record, blocking=True)
             launched.end.record(stream)
+        if operation.resource is Resource.COMPUTE:
+            self._ahead.append(launched.end)
         if record:
             launched.device_bytes = self.device_bytes()
         return launched
+
+    def _keep_queue_short(self, operation: Operation) -> None:
+        """Wait, without the interpreter lock, until what is queued leaves room for the operation's launches."""
+        while len(self._ahead) >= LAUNCH_AHEAD:
+            self._ahead.popleft().synchronize()
+        if operation.kind is Kind.LOSS:  # its many chunks can fill the queue alone
+            self.worker.wait_until(self._awaited)
 
     def _find(self, wait: Wait) -> _Launched | None:
         return (self.launched if wait.step_offset == 0 else self.launched_before).get(wait.operation)

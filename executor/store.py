@@ -180,17 +180,18 @@ class HostStore:
             if sizes:
                 num_pinned = _pinned_bytes(sizes, layout)
                 region = _map_region(num_pinned + _whole_pages(_unpinned_bytes(sizes, layout)))
-                regions.append(region)
+                regions.append(torch.frombuffer(region, dtype=torch.uint8))
                 offset = 0
                 for plane, size in sizes.items():
                     if plane not in layout.pinned:
                         offset = max(offset, num_pinned)
                     dtype = plane_dtype(plane, precision, gradient_format)
                     assert dtype is not None
-                    planes[plane] = region[offset : offset + size].view(dtype)
+                    # A storage of its own: torch judges by a storage's first byte whether a tensor is pinned.
+                    planes[plane] = torch.frombuffer(region, dtype=dtype, offset=offset, count=size // dtype.itemsize)
                     offset += size
                 if num_pinned:
-                    pinned_ranges.append((region.data_ptr(), num_pinned))
+                    pinned_ranges.append((regions[-1].data_ptr(), num_pinned))
             self._planes.append(planes)
         _touch(regions)
         if pinning:
@@ -242,8 +243,8 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _map_region(num_bytes: int) -> torch.Tensor:
-    """Zeroed private memory, page-aligned, given back when the tensor and its views are gone."""
+def _map_region(num_bytes: int) -> mmap.mmap:
+    """Zeroed private memory, page-aligned, given back when the last tensor over it is gone."""
     try:
         region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -252,7 +253,7 @@ def _map_region(num_bytes: int) -> torch.Tensor:
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
         with contextlib.suppress(OSError):  # a kernel without this advice
             region.madvise(advice)
-    return torch.frombuffer(region, dtype=torch.uint8)
+    return region
 
 
 def _touch(regions: Sequence[torch.Tensor]) -> None:
