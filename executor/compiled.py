@@ -7,6 +7,7 @@ shape and in whichever thread meets it first; set around the call it would be lo
 """
 
 import itertools
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from executor.weight_gradients import add_in_product, weight_indices
 from simulator.errors import ConveyorError
 
 # Rounds intermediates to bf16 where eager would: without it save levels differ by what they fuse.
 INDUCTOR_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+
+# Each takes a quarter of a GiB of host memory for the rest of the run, and a layer has some twenty kernels to compile.
+COMPILE_WORKERS = 4
 
 _serial = itertools.count()
 
@@ -49,16 +54,25 @@ def compile_layer(function: Callable[..., Tensor], *, budget: float, name: str) 
 
 def _backend(budget: float) -> Callable[..., Any]:
     def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
-        from torch._inductor.compile_fx import compile_fx  # seconds to import, and eager runs do without
+        # Before the import that starts the workers. Seconds to import, and eager runs do without.
+        torch._inductor.config.compile_threads = min(COMPILE_WORKERS, os.cpu_count() or 1)
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         from executor.recompute_cost import RecomputeCost
+
+        indices = weight_indices(graph)
+
+        def compile_half(half: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            if options.get("is_backward"):
+                add_in_product(half, indices)
+            return compile_fx_inner(half, inputs, **options)
 
         with torch._functorch.config.patch(
             activation_memory_budget=budget, activation_memory_budget_runtime_estimator=RecomputeCost()
         ):
             # As config_patches, the options also reach the backward, which is compiled when it first runs, in
             # autograd's thread.
-            return compile_fx(graph, example_inputs, config_patches=INDUCTOR_OPTIONS)
+            return compile_fx(graph, example_inputs, inner_compile=compile_half, config_patches=INDUCTOR_OPTIONS)
 
     return backend
 

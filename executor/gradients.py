@@ -27,17 +27,19 @@ def accumulate(
     """Write (`first`) or add the gradients of one micro-batch to a block's flat `accumulator`.
 
     `views[i]`, of the parameter's shape, is the part of `accumulator` that `gradients[i]` (bf16, fp32 or fp64) belongs
-    to: a parameter's place does not depend on which other gradients arrive. None is a gradient of zeros. The first
-    micro-batch also writes zeros between the views, so the buffer need not be cleared. Sums are the accumulator's
+    to: a parameter's place does not depend on which other gradients arrive. None is a gradient of zeros; the view
+    itself is one that was added already. The first micro-batch also writes zeros between the views, so the buffer need
+    not be cleared. Sums are the accumulator's
     precision, in the order of the calls. Raises ValueError where a gradient does not have its view's shape.
     """
     for index, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
         if gradient is not None and gradient.shape != view.shape:
             raise ValueError(f"gradient {index}: has shape {tuple(gradient.shape)}, its place {tuple(view.shape)}")
-    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-    targets, arrived = [view for view, _ in pairs], [gradient for _, gradient in pairs]
     if first:
-        _zero_between(accumulator, targets)
+        covered = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        _zero_between(accumulator, covered)
+    pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None and g is not v]
+    targets, arrived = [view for view, _ in pairs], [gradient for _, gradient in pairs]
     if not arrived:
         return
     if first:

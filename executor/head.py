@@ -4,6 +4,10 @@ Each chunk's logits become its gradients in place and are used up before the nex
 tensor outlives its chunk. Log-sum-exp and softmax run in fp32 (fp64 in fp64 runs) whatever the compute dtype.
 """
 
+import functools
+import warnings
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -132,17 +136,17 @@ class HeadTemplate:
         # tensors, which are a hundred times smaller.
         counted = (targets >= 0).unsqueeze(1)
         grad_normed = ((grad_logits @ projection) * (counted * scale)).to(normed.dtype)
-        normed = normed * counted
-        rows = max(1, _SLICE_ELEMENTS // normed.shape[1])
-        for start in range(0, projection.shape[0], rows):
-            part = slice(start, start + rows)
-            _accumulate(projection_sum[part], grad_logits[:, part].t() @ normed, scale, first=first)
+        _accumulate_product(projection_sum, grad_logits, normed, counted, scale, first=first)
         grad, grad_norm_weight = torch.autograd.grad((normed_graph,), (tokens, norm_weight), (grad_normed,))
         _accumulate(norm_sum, grad_norm_weight, None, first=first)
         grad_tokens.copy_(grad)
 
     def _token_losses(self, logits: Tensor, targets: Tensor, losses: Tensor, *, with_gradient: bool) -> None:
         """Write each token's loss (0 without a label); with_gradient: turn logits into softmax minus one-hot."""
+        kernel = _triton_kernel() if logits.is_cuda and losses.dtype == torch.float32 else None
+        if kernel is not None:
+            kernel(logits, targets, losses, with_gradient=with_gradient)
+            return
         targets_or_zero = targets.clamp(min=0).unsqueeze(1)
         rows = max(1, _SLICE_ELEMENTS // logits.shape[1])
         for start in range(0, logits.shape[0], rows):
@@ -175,6 +179,26 @@ class HeadTemplate:
         return torch.full((1,), loss_scale, dtype=self.accumulator_dtype, device=device)
 
 
+def _accumulate_product(
+    total: Tensor, grad_logits: Tensor, normed: Tensor, counted: Tensor, scale: Tensor, *, first: bool
+) -> None:
+    """total [vocab, hidden] = (if `first`, else +=) grad_logits.T @ (normed * counted) * scale."""
+    if normed.is_cuda and normed.dtype == torch.bfloat16:
+        # The product is added in fp32 where it is formed: a bf16 product and a pass over the sum for each chunk would
+        # cost half as much again. The scale goes into the smaller factor.
+        normed = (normed * (counted * scale)).to(normed.dtype)
+        if first:
+            torch.mm(grad_logits.t(), normed, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, grad_logits.t(), normed, out_dtype=torch.float32, out=total)
+        return
+    normed = normed * counted
+    rows = max(1, _SLICE_ELEMENTS // normed.shape[1])
+    for start in range(0, total.shape[0], rows):
+        part = slice(start, start + rows)
+        _accumulate(total[part], grad_logits[:, part].t() @ normed, scale, first=first)
+
+
 def _accumulate(total: Tensor, gradient: Tensor, scale: Tensor | None, *, first: bool) -> None:
     """total = gradient * scale if `first`, else total += gradient * scale, in the dtype of `total`."""
     if scale is None:
@@ -192,3 +216,17 @@ def _write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     else:
         rows = torch.arange(matrix.shape[0], device=matrix.device)
         torch._index_put_impl_(matrix, (rows, columns.squeeze(1)), values.squeeze(1), accumulate=False, unsafe=True)
+
+
+@functools.cache
+def _triton_kernel() -> Callable[..., None] | None:
+    try:
+        from executor.kernels.triton_cross_entropy import run_cross_entropy as kernel
+    except ImportError as error:
+        warnings.warn(
+            f"the loss on the GPU is computed by plain torch operations, which is slower: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    return kernel

@@ -6,7 +6,7 @@ padding has no labels, so causal attention needs no mask: no position that count
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -156,18 +156,27 @@ class LayerTemplates:
         return self._forward_with_graph(block, flat, hidden, level)
 
     def backward(
-        self, block: int, flat: Tensor, kept: SavedLayer | Tensor, grad_output: Tensor
+        self,
+        block: int,
+        flat: Tensor,
+        kept: SavedLayer | Tensor,
+        grad_output: Tensor,
+        sums: Sequence[Tensor] = (),
+        *,
+        first: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Gradients of one layer: of its input, like `grad_output`, and of its tensors, in the block's order.
 
         `kept` is what the forward saved, which is used up, or the layer's input [rows, sequence, hidden size], from
         which the forward is run again at level `input` (compiled layers then compute the forward once more than
-        needed). `flat` holds the weights that the forward saw, in any memory.
+        needed). `flat` holds the weights that the forward saw, in any memory. With `sums` (one a tensor, in the
+        block's order) a compiled layer adds gradients where it forms them, or writes them if `first`, and returns the
+        sum in place of such a gradient.
         """
         if isinstance(kept, Tensor) or not kept.has_graph:
             hidden = kept if isinstance(kept, Tensor) else kept.take_hidden()
             _, kept = self._forward_with_graph(block, flat, hidden, "input")
-        return kept.backward(flat, grad_output)
+        return kept.backward(flat, grad_output, sums, first=first)
 
     def warm_up(self, block: int, flat: Tensor, *, rows: int, sequence_length: int, level: SaveLevel) -> None:
         """Compile a layer's forward and backward for one shape ahead of the first step (eager: checks it runs)."""

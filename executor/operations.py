@@ -135,8 +135,10 @@ class Operations:
             kept = passing.pop(f"saved.{block}.{m}", hidden)
             del hidden  # what was kept holds it, and lets go of it as the backward proceeds
             weights = memory.plane(operation.source("weights"), block)
-            passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(block, weights, kept, upstream)
             views = list(tensor_views(self.model.block(block), accumulator).values())
+            passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(
+                block, weights, kept, upstream, views, first=operation.first
+            )
             accumulate(accumulator, views, gradients, first=operation.first)
         del upstream
         self._release(operation)

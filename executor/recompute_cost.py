@@ -11,6 +11,8 @@ from torch._inductor.custom_graph_pass import CustomRuntimeEstimator, get_hash_f
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+import executor.weight_gradients
+
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention,
@@ -41,5 +43,5 @@ class RecomputeCost(CustomRuntimeEstimator):
         return float(max(counter.get_total_flops(), 1))
 
     def uuid(self) -> Any:
-        """Compiled graphs are cached as long as this file stays as it is."""
-        return get_hash_for_files((__file__,))
+        """Compiled graphs are cached as long as what shapes them, here and in rewritten backwards, stays as it is."""
+        return get_hash_for_files((__file__, executor.weight_gradients.__file__))

@@ -6,12 +6,14 @@ and read, in the backward, from the weights that are bound then. Everything else
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from executor.weight_gradients import SUMS
 from simulator.errors import ProgramError
 
 
@@ -107,18 +109,25 @@ class SavedLayer:
             raise ProgramError("a layer's saved input was used twice")
         return hidden
 
-    def backward(self, flat: Tensor, grad_output: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Gradients of the input and of each weight tensor, in the block's order; drops all that was kept."""
+    def backward(
+        self, flat: Tensor, grad_output: Tensor, sums: Sequence[Tensor] = (), *, first: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Gradients of the input and of each weight tensor, in the block's order; drops all that was kept.
+
+        `sums`, one a weight, lets a compiled layer add (`first`: write) gradients where it forms them: in place of
+        such a gradient its sum is returned.
+        """
         if self._output is None or self._tensors is None or self.hidden is None:
             raise ProgramError("a layer's saved activations were used twice, or never had a graph")
         output, inputs, tensors = self._output, (self.hidden, *self._weights), self._tensors
         self._output, self._weights, self._tensors, self.hidden = None, (), None, None
         tensors.bind(flat)
         try:
-            grad_hidden, *gradients = torch.autograd.grad((output,), inputs, (grad_output,))
+            with SUMS.bound(sums, first=first) if sums else nullcontext(()) as added:
+                grad_hidden, *gradients = torch.autograd.grad((output,), inputs, (grad_output,))
         finally:
             tensors.clear()
-        return grad_hidden, gradients
+        return grad_hidden, [sums[i] if i in added else gradient for i, gradient in enumerate(gradients)]
 
     def kept_bytes(self) -> int:
         """Bytes this object keeps alive: its input, and each storage once; no weights, no rotary tables."""

@@ -26,7 +26,7 @@ class Budget:
     device_bytes: int
     host_bytes: int
     context_bytes: int = 0
-    host_base_bytes: int = 0
+    host_process_bytes: int = 0
     shared_memory: bool = False  # device and host are the same RAM
 
 
@@ -57,7 +57,7 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
         _add_sparse_passing(mip, c, passing)
     device = persistent + (1 + ALLOCATOR_SLACK) * passing + budget.context_bytes / GB
     host = total(num_bytes / GB * count for num_bytes, count in host_share)
-    host += (memory.host_fixed_bytes + budget.host_base_bytes) / GB
+    host += (memory.host_fixed_bytes + budget.host_process_bytes) / GB
     if budget.shared_memory:
         host += persistent + passing
     for title, used, limit in zip(MEMORY_LIMITS, (device, host), (budget.device_bytes, budget.host_bytes), strict=True):

@@ -8,7 +8,7 @@ from simulator.costs import OperationCosts, Pricing
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
-from simulator.predict import Prediction, StepFigures, largest_tensor_bytes, predict
+from simulator.predict import Prediction, StepFigures, host_process_bytes, predict
 
 
 class Problem:
@@ -49,7 +49,7 @@ class Problem:
             device_bytes=self.limits.device_memory_bytes,
             host_bytes=self.limits.host_memory_bytes,
             context_bytes=round(self.hardware.context_bytes.value),
-            host_base_bytes=round(self.hardware.host_base_bytes.value) + largest_tensor_bytes(self.model),
+            host_process_bytes=host_process_bytes(self.model, self.workload, self.hardware),
             shared_memory=self.hardware.shared_memory,
         )
 

@@ -260,8 +260,10 @@ class Pricing:
                 rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
                 logits = self.tokens * model.vocab_size
                 chunks = -(-self.tokens // self.policy.head_chunk_tokens)
-                sums = 10 * chunks * model.vocab_size * model.hidden_size  # the projection's gradient, added a chunk
-                return 3 * formulas.head_matmul_flops(model, self.tokens) / rate + (20 * logits + sums) / hbm
+                sums = chunks * model.vocab_size * model.hidden_size  # the projection's gradient, added a chunk
+                # One kernel and sums in the product on CUDA; plain operations, slice after slice, elsewhere.
+                num_bytes = 8 * logits + 8 * sums if self._fused_loss else 20 * logits + 10 * sums
+                return 3 * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
             case Kind.FINISH_GRADIENT:
                 return launch + elements * (width.accumulator + completed) / hbm
             case Kind.UPDATE:
@@ -278,6 +280,10 @@ class Pricing:
                 return self._link_seconds("h2d", self.tokens * 16)
             case _:
                 return 4 * launch
+
+    @property
+    def _fused_loss(self) -> bool:
+        return self.hardware.device.kind == "cuda" and self.workload.precision == "bf16"
 
     def _link_seconds(self, direction: LinkDirection, num_bytes: int) -> float:
         rate = self.hardware.link_bytes_per_second(direction, num_bytes)
@@ -332,8 +338,11 @@ class Pricing:
                 return layer + recomputed + model.block(operation.block).num_elements * width
             case Kind.LOSS:
                 chunk = min(self.policy.head_chunk_tokens, self.tokens)
+                hidden = 4 * self.tokens * model.hidden_size * width
+                if self._fused_loss:
+                    return chunk * model.vocab_size * width + hidden
                 vocabulary = model.vocab_size * model.hidden_size * width
-                return chunk * model.vocab_size * (width + 8) + vocabulary + 4 * self.tokens * model.hidden_size * width
+                return chunk * model.vocab_size * (width + 8) + vocabulary + hidden
             case Kind.BACKWARD:
                 return 4 * self.tokens * model.hidden_size * 4
             case _:

@@ -30,7 +30,7 @@ SAVE_LEVELS: dict[SaveLevel, float] = {
     "input": 0.0,
 }
 # Tokens whose logits exist at a time, where a micro-batch has as many.
-HEAD_CHUNK_TOKENS = 2048
+HEAD_CHUNK_TOKENS = 4096
 EAGER_SAVE_LEVELS: tuple[SaveLevel, ...] = ("keep", "input")
 
 

@@ -16,7 +16,7 @@ from simulator.figure import Figure
 from simulator.hardware import AttentionPoint, HardwareProfile, Link, LinkPoint, LinkRates, MatmulPoint
 from simulator.machine import Device, Disk, Host
 from simulator.model import BlockSpec, ModelSpec, TensorSpec
-from simulator.policy import EAGER_SAVE_LEVELS, SAVE_LEVELS, Policy, SaveLevel, Workload
+from simulator.policy import EAGER_SAVE_LEVELS, HEAD_CHUNK_TOKENS, SAVE_LEVELS, Policy, SaveLevel, Workload
 from simulator.predict import predict
 from simulator.program import Kind, Operation, Resource
 
@@ -204,7 +204,7 @@ class Case:
     costs: OperationCosts
 
 
-SEQUENCE_LENGTH = 2048  # one chunk of the head a row
+SEQUENCE_LENGTH = 2048
 
 
 def random_case(random: Random, *, max_layers: int = 6, max_rows: int = 4) -> Case:
@@ -300,7 +300,7 @@ def random_policy(random: Random, case: Case) -> Policy:
             "activation_homes": ["device"] * model.num_layers,
             "gradient_homes": homes,
             "optimizer_homes": homes,
-            "head_chunk_tokens": 2048,
+            "head_chunk_tokens": min(HEAD_CHUNK_TOKENS, rows * workload.sequence_length),
             "clipping": workload.clipping,
             "gradient_format": workload.gradient_format,
         }

@@ -153,3 +153,31 @@ def test_planes_hold_every_sampled_pattern() -> None:
     expected = ((patterns + 0x8000) % 2**32) >> 16
     assert torch.equal(high.view(torch.int16).cpu().to(torch.int64) & 0xFFFF, expected)
     assert torch.equal(as_patterns(merge_planes(high, low).cpu()), patterns)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [7, 2048, 50_257])
+def test_cross_entropy_and_its_gradient_follow_double_precision(dtype: torch.dtype, columns: int) -> None:
+    pytest.importorskip("triton")
+    from executor.kernels.triton_cross_entropy import run_cross_entropy
+
+    generator = torch.Generator("cuda").manual_seed(3)
+    logits = (4 * torch.randn(96, columns, device="cuda", generator=generator)).to(dtype)
+    targets = torch.randint(0, columns, (96,), device="cuda", generator=generator)
+    targets[5] = -100
+    logits[7, targets[7]] = 40.0  # all but certain: p - 1 has few digits left in p
+    exact = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none", ignore_index=-100)
+    losses.sum().backward()
+    assert exact.grad is not None
+
+    found, evaluated = torch.empty(2, 96, device="cuda")
+    gradient = logits.clone()
+    run_cross_entropy(logits, targets, evaluated, with_gradient=False)
+    run_cross_entropy(gradient, targets, found, with_gradient=True)
+    assert torch.equal(found, evaluated)
+    assert found[5] == 0
+    torch.testing.assert_close(found.double(), losses.detach(), rtol=1e-6, atol=1e-5)
+    tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-4}[dtype]
+    error = (gradient.double() - exact.grad).abs()
+    assert (error <= tolerance * exact.grad.abs() + 1e-8).all()

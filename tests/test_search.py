@@ -183,8 +183,8 @@ def test_shared_memory_counts_both_tiers_against_the_host() -> None:
     ("device_gib", "host_gib", "resource", "other_way"),
     [
         (6, 120, "device memory", None),
-        (24, 90, "host memory", "device memory"),
-        (24, 64, "device memory", "host memory"),
+        (24, 89, "host memory", "device memory"),
+        (20, 64, "device memory", "host memory"),
     ],
 )
 def test_memory_that_a_message_asks_for_is_enough(
