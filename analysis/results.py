@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from analysis import tables
-from analysis.figures import throughput
+from analysis.throughput import throughput
 from executor.record import RunRecord, load_results
 from executor.run_directory import Run
 from simulator.errors import InputError
