@@ -19,6 +19,7 @@ from analysis.style import (
     Drawing,
     Look,
     edge_colour,
+    legend_columns,
     looks,
     new_figure,
     settings,
@@ -67,13 +68,20 @@ def timelines(run: Run) -> Drawing:
         named: dict[Look, list[str]] = {}
         for kind, look in kinds.items():
             named.setdefault(look, []).append(kind.replace("_", " "))
-        handles = [look.patch(", ".join(names)) for look, names in named.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        labels = [", ".join(names) for names in named.values()]
+        handles = [look.patch(label) for look, label in zip(named, labels, strict=True)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns(labels))
     caption = (
-        "One steady step, operation by operation: what each resource ran, and how much of the step it was busy. Grey "
+        "One steady step: what each resource ran, and how much of the step it was busy. Grey "
         "is idle. What reaches over an edge of the step goes on at the other."
     )
-    return Drawing(f"{run.name}-timelines", caption, figure)
+    alt = " ".join(
+        f"{title.capitalize()}, {format_duration(timeline.step_seconds)} a step: "
+        + ", ".join(f"{LANES.get(name, name)} busy {_busy(timeline, name)}" for name in resources)
+        + "."
+        for title, timeline in present.items()
+    )
+    return Drawing(f"{run.name}-timelines", "One step, operation by operation", caption, alt, figure)
 
 
 def memory(run: Run) -> Drawing:
@@ -105,7 +113,8 @@ def memory(run: Run) -> Drawing:
         "Memory over one steady step: what the step's buffers take. Peaks are those of the whole run, with the "
         "device's context and the bare process, which the curves leave out."
     )
-    return Drawing(f"{run.name}-memory", caption, figure)
+    alt = ". ".join(_memory_title(run, tier, limits.get(tier)).replace("\n", ", ") for tier in tiers) + "."
+    return Drawing(f"{run.name}-memory", "Memory over one step", caption, alt, figure)
 
 
 def _present(run: Run) -> dict[str, Timeline]:
@@ -179,7 +188,6 @@ def _draw_lanes(
     rasterized: bool,
 ) -> None:
     period, origin = timeline.step_seconds, _origin(timeline)
-    busy = timeline.busy_seconds()
     groups: dict[tuple[int, Look], list[Span]] = {}
     for span in timeline.spans:
         groups.setdefault((resources.index(span.resource), kinds[span.kind]), []).append(span)
@@ -205,12 +213,15 @@ def _draw_lanes(
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     shares = axis.secondary_yaxis("right")
-    shares.set_yticks(
-        range(len(resources)), [f"{100 * min(busy.get(resource, 0.0) / period, 1):.0f} %" for resource in resources]
-    )
+    shares.set_yticks(range(len(resources)), [_busy(timeline, resource) for resource in resources])
     shares.tick_params(axis="y", length=0)
     shares.spines["right"].set_visible(False)
     axis.annotate("busy", (1, 1), xytext=(5, 4), xycoords="axes fraction", textcoords="offset points", fontsize=9)
+
+
+def _busy(timeline: Timeline, resource: str) -> str:
+    """The share of the step that a resource worked."""
+    return f"{100 * min(timeline.busy_seconds().get(resource, 0.0) / timeline.step_seconds, 1):.0f} %"
 
 
 def _curve(timeline: Timeline, tier: str) -> list[MemoryPoint]:

@@ -3,11 +3,12 @@
 `python -m analysis.results` rewrites what stands between the markers of README.md, and docs/figures/NAME.svg.
 """
 
+import html
 from collections.abc import Iterator
 from pathlib import Path
 
 from analysis import tables
-from analysis.figures import throughput
+from analysis.throughput import throughput
 from executor.record import RunRecord, load_results
 from executor.run_directory import Run
 from simulator.errors import InputError
@@ -61,7 +62,7 @@ def load_all(directory: Path) -> dict[str, list[RunRecord]]:
 
 
 def results_markdown(results: dict[str, list[RunRecord]]) -> str:
-    """A heading, a figure, a table and the failures of each results file."""
+    """A heading, a figure, a table, the failures, and each run's figures of each results file."""
     return "\n".join(part for name, records in results.items() for part in _section(name, records))
 
 
@@ -73,6 +74,19 @@ def _section(name: str, records: list[RunRecord]) -> Iterator[str]:
     for number, record in enumerate(records, start=1):
         if record.status != "ok":
             yield f"{number}. {record.case}: {tables.STATUS[record.status]}: {record.message}\n"
+    for number, record in enumerate(records, start=1):
+        if record.predicted is not None and record.measured is not None:
+            yield from _details(number, record)
+
+
+def _details(number: int, record: RunRecord) -> Iterator[str]:
+    """One run, folded: a sentence, its figures, and where its step's time went."""
+    yield f"<details><summary>{number}. {html.escape(record.case)}: predicted and measured</summary>\n"
+    yield f"{tables.sentence(record)}\n"
+    yield tables.markdown(tables.figures(record))
+    if not (breakdown := tables.breakdown(record)).empty:
+        yield tables.markdown(breakdown)
+    yield "</details>\n"
 
 
 def _runs(records: list[RunRecord]) -> list[Run]:

@@ -5,8 +5,9 @@ says too: predicted is light, hatched or dashed, measured dark, plain or solid, 
 """
 
 import io
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +21,11 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT_GREY, LANE_GREY = "#999999", "#D9D9D9", "#F2F2F2"
 MEMORY_FILL = "#9CCBEA"  # sky, lighter
+# Of lines and points, which differ in line style or marker too.
+LINE_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 
 # One width serves a phone, where a point is then about a pixel, and a desktop column.
-WIDTH_INCHES = 5.2
+WIDTH_INCHES = 4.6
 DOTS_PER_INCH = 240
 
 _SETTINGS: Any = {
@@ -89,8 +92,8 @@ KINDS: dict[str, Look] = {
     "report": BREAKDOWN["gradients"],
     "update": BREAKDOWN["update"],
     "load_weights": Look(GREEN),
-    "store_gradient": Look(PURPLE),
-    "load_batch": Look("#B0B0B0"),
+    "store_gradient": Look(PURPLE, "////"),
+    "load_batch": Look("#B0B0B0", "xxxx"),
 }
 _SPARE = tuple(Look(colour, hatch) for hatch in ("xxxx", "----", "++++") for colour in (GREEN, PURPLE, GREY, ORANGE))
 
@@ -132,12 +135,27 @@ def new_figure(height_inches: float) -> Figure:
     return Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
 
 
+def legend_columns(labels: Sequence[str], most: int = 3) -> int:
+    """Columns of a legend below a figure: as many as `labels` leave room for."""
+    for columns in range(most, 1, -1):
+        rows = math.ceil(len(labels) / columns)
+        widths = [max(map(len, labels[first : first + rows])) for first in range(0, len(labels), rows)]
+        if sum(5.4 * width + 32 for width in widths) < 72 * WIDTH_INCHES:  # 9 points, a handle, a space
+            return columns
+    return 1
+
+
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with the stem of its files and a caption that says what one sees. Drawn once for each format."""
+    """A figure with the stem of its files, and its words; drawn once for each format.
+
+    The title names it, the caption says how to read it, `alt` says what it shows to who cannot see it.
+    """
 
     name: str
+    title: str
     caption: str
+    alt: str
     figure: Figure
 
     @cached_property

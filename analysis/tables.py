@@ -10,7 +10,7 @@ import pandas
 from executor.record import RunRecord
 from executor.run_directory import Run
 from simulator.predict import StepFigures
-from simulator.timeline import largest_deviations
+from simulator.timeline import BUSY, LAUNCH_GAPS, OTHER_WAIT, WAITING, largest_deviations
 from simulator.units import format_bytes
 
 NOTHING = "–"
@@ -160,6 +160,68 @@ def _written(value: float | None, write: Callable[[float], str]) -> str:
     return NOTHING if value is None else write(value)
 
 
+def sentence(record: RunRecord) -> str:
+    """What the run was and how its prediction fared, in one or two sentences."""
+    family, parameters = input_value(record, "model.family"), input_value(record, "model.num_parameters")
+    layers, length = input_value(record, "model.num_layers"), input_value(record, "workload.sequence_length")
+    tokens = input_value(record, "workload.tokens_per_step")
+    what = family if isinstance(family, str) else "A model"
+    if isinstance(parameters, int):
+        what += f" of {format_parameters(parameters)} parameters"
+    if isinstance(layers, int):
+        what += f" in {layers:,} layers"
+    if isinstance(tokens, int):
+        what += f", {tokens:,} tokens a step"
+    if isinstance(length, int):
+        what += f" in sequences of {length:,}"
+    return f"{what}, on {record.device_name}. {_outcome(record)}"
+
+
+def _outcome(record: RunRecord) -> str:
+    predicted, measured = record.predicted, record.measured
+    if predicted is None or measured is None:
+        known = {"Predicted": predicted, "Measured": measured}
+        steps = [f"{name} {format_duration(f.step_seconds)} a step." for name, f in known.items() if f is not None]
+        return " ".join(steps) or "Nothing was predicted or measured."
+    error = format_error(error_share(predicted.step_seconds, measured.step_seconds))
+    verdict = f"{error[1:]} too {'high' if error.startswith('+') else 'low'}" if error[0] in "+−" else "right"
+    return (
+        f"Predicted {format_duration(predicted.step_seconds)} a step, measured "
+        f"{format_duration(measured.step_seconds)}: the prediction is {verdict}."
+    )
+
+
+def lost_causes(record: RunRecord) -> list[str]:
+    """Why compute was idle, where it was: causes in the order of the breakdown's colours, then others by alphabet."""
+    pair = (record.predicted, record.measured)
+    found = {c for f in pair if f is not None for c, seconds in f.breakdown_seconds.items() if seconds > 0}
+    found -= set(BUSY.values())
+    known = [*WAITING.values(), OTHER_WAIT, LAUNCH_GAPS]
+    return [cause for cause in known if cause in found] + sorted(found - set(known))
+
+
+def breakdown(record: RunRecord) -> pandas.DataFrame:
+    """One row a cause: what compute did or waited for, predicted and measured, and its share of the measured step."""
+    pair = {"predicted": record.predicted, "measured": record.measured}
+    present = {title: f for title, f in pair.items() if f is not None and f.breakdown_seconds}
+    if not present:
+        return pandas.DataFrame()
+    found = {cause for figures in present.values() for cause in figures.breakdown_seconds}
+    causes = [cause for cause in dict.fromkeys(BUSY.values()) if cause in found]
+    last = list(present.values())[-1]  # the measured one, where there is one
+    rows = []
+    for cause in [*causes, *lost_causes(record)]:
+        row = {"compute": cause}
+        row |= {title: _written(f.breakdown_seconds.get(cause), format_duration) for title, f in present.items()}
+        rows.append({**row, "of step": share_text(last.breakdown_seconds.get(cause, 0.0) / last.step_seconds)})
+    return pandas.DataFrame(rows)
+
+
+def share_text(share: float) -> str:
+    """A share of a step as a percentage without a sign."""
+    return f"{100 * share:.1f} %"
+
+
 def deviations(run: Run, count: int = 6) -> pandas.DataFrame:
     """Kinds of operations whose time differs most from its prediction, summed over a step. Needs both timelines."""
     if run.predicted is None or run.measured is None:
@@ -206,7 +268,7 @@ def _origins(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "device", record.device_name
     for key, title in _INPUTS.items():
         value = input_value(record, key)
-        if value is not None:
+        if value is not None and not (key.endswith("_bytes") and value == 0):  # a tier that may not be used
             yield title, format_bytes(value) if key.endswith("_bytes") else summary(value)
     if record.predicted_from is not None:
         yield "predicted from profile", record.predicted_from.hardware

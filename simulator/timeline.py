@@ -29,6 +29,7 @@ WAITING = {
     "update": "waiting for updates",
 }
 OTHER_WAIT = "waiting for other operations"
+LAUNCH_GAPS = "launch gaps"
 # Ends and starts that differ by less than this share of a step are the same moment.
 GRAIN = 1e-9
 
@@ -145,7 +146,7 @@ class _Chains:
             for other in self._inside(since, span.start):
                 left -= other.end - other.start
                 yield _reason(other), other.end - other.start
-            yield "launch gaps", left
+            yield LAUNCH_GAPS, left
             return
         until, awaited = span.start, self._cause(_Moment(span, 0.0))
         while awaited is not None and until > since:

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from analysis.cli import parse
+from analysis.cli import main, parse
 from analysis.options import COMMANDS
 from analysis.results import BEGIN, END
 from executor.config import load_config
+from simulator.datasheet import H200_DERATING
+from simulator.hardware import AttentionPoint, HardwareProfile, Link, MatmulPoint, catalogue_names
+from simulator.machine import Device, Disk, Host
+from simulator.predict import ALLOCATOR_SLACK
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("simulator", "planner", "executor", "analysis")
@@ -58,12 +62,16 @@ def test_command_lines_are_found_in_blocks_and_sentences() -> None:
 
 
 @pytest.mark.parametrize(("file", "line"), all_command_lines())
-def test_every_command_line_is_one_that_conveyor_takes(file: str, line: str) -> None:
+def test_every_command_line_is_one_that_conveyor_takes(
+    file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = shlex.split(line, comments=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "small").mkdir(parents=True)  # outputs go into folders that are there
     if len(words) == 1 and words[0] in {command.name for command in COMMANDS}:
         return  # the name of a command in a sentence
-    if words == ["--help"]:
-        return
+    if words in (["--help"], ["COMMAND", "--help"]):
+        return  # tested below for every command
     model = getattr(parse(words), "model", None)  # a wrong line ends the parser with a sentence
     if model and model.startswith("simulator/"):
         assert (ROOT / model).is_file(), f"{file}: there is no {model}"
@@ -103,9 +111,122 @@ def test_files_and_modules_named_in_sentences_exist() -> None:
         missing += [f"{path.name}: {name}" for name in names if "NAME" not in name and not (ROOT / name).is_file()]
         modules = re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)+)", text)
         missing += [f"{path.name}: {name}" for name in modules if importlib.util.find_spec(name) is None]
-        links = re.findall(r"\]\(([^)#:]+)\)", text)
-        missing += [f"{path.name}: {link}" for link in links if not (path.parent / link).exists()]
     assert missing == []
+
+
+def links(path: Path) -> list[str]:
+    """Targets of a page's links and images, code left out."""
+    text = re.sub(r"^```.*?^```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """What can be linked to in a page: its headings, as GitHub spells them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        if re.match(r"https://", link):
+            continue  # other people's pages are not ours to test
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        inside = target.is_relative_to(ROOT) and target.exists()
+        if not inside or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_can_be_found_from_the_readme_and_the_index() -> None:
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - {"docs/README.md"}
+    assert pages - set(links(ROOT / "README.md")) == set()
+    assert pages - {f"docs/{link}" for link in links(ROOT / "docs/README.md")} == set()
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_help_of_every_command_works(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([command, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: conveyor {command}")
+
+
+def test_every_command_is_shown_with_its_arguments_somewhere() -> None:
+    shown = {shlex.split(line, comments=True)[0] for _, line in all_command_lines()}
+    assert {command.name for command in COMMANDS} - shown == set()
+
+
+def test_the_step_that_is_followed_names_what_is_in_its_files() -> None:
+    """Functions, classes and files of the walk through one step exist where it says."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## One step, followed\n")[2]
+    walk = text.partition("\n## ")[0]
+    files = re.findall(r"`((?:simulator|executor)/\w+\.py)`", walk)
+    assert {"executor/trainer.py", "simulator/build.py", "executor/runner.py", "executor/layer.py"} <= set(files)
+    source = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in [*files, "simulator/check.py"])
+    names = {part for span in re.findall(r"`([A-Za-z_][\w.]*)`", walk) if ".py" not in span for part in span.split(".")}
+    assert len(names) > 20
+    assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
+
+
+def test_the_plan_of_the_readme_is_what_the_planner_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this fails after a change that is meant, run the command above the block and paste what it prints."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, after = text.partition("```text\n")
+    printed = after.partition("```")[0]
+    command = re.sub(r"\s*\\\n\s*", " ", before).strip().splitlines()[-1]
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)[1:]) == 0
+
+    def stable(plan: str) -> list[str]:
+        return [line for line in plan.strip().splitlines() if not line.startswith("found by ")]  # names versions
+
+    assert stable(capsys.readouterr().out) == stable(printed)
+
+
+def test_every_field_and_machine_of_a_profile_is_explained() -> None:
+    text = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w.-]+)`", text))
+    groups = {"device": Device, "host": Host, "disk": Disk, "link": Link}
+    fields = {name for name in HardwareProfile.model_fields if name not in groups}
+    fields |= {f"{group}.{name}" for group, schema in groups.items() for name in schema.model_fields}
+    assert fields - named == set()
+    points = {name for schema in (MatmulPoint, AttentionPoint) for name in schema.model_fields}
+    assert {name for name in points if not name.endswith("_per_second")} - named == set()
+    assert set(catalogue_names()) - named == set()
+
+
+def test_the_factors_of_datasheets_are_those_of_the_code() -> None:
+    rows = dict(
+        re.findall(r"^\| (.+?) \| ([\d./, ]+?)(?: of .*)? \|$", page_text("docs/hardware.md"), flags=re.MULTILINE)
+    )
+    found = {what: tuple(map(float, re.findall(r"[\d.]+", shares))) for what, shares in rows.items()}
+    d = H200_DERATING
+    assert found == {
+        "dense bf16 products": (d.matmul,),
+        "attention at 1,024 / 4,096 / 32,768, forward": tuple(share.forward for share in d.attention),
+        "the same, backward": tuple(share.backward for share in d.attention),
+        "device memory's rate": (d.hbm,),
+        "the link at 1 / 4 / 16 MiB": tuple(share.share for share in d.link),
+        "the link both ways at once": (d.link_duplex,),
+        "host DRAM": (d.host_dram,),
+        "capacities: device, host": (d.device_memory, d.host_memory),
+    }
+
+
+def test_the_allocators_slack_is_that_of_the_code() -> None:
+    assert f"persistent + {1 + ALLOCATOR_SLACK:.2f} x (replayed peak" in page_text("docs/architecture.md")
+    assert f"the allocator's slack ({100 * ALLOCATOR_SLACK:.0f} % of what passes)" in page_text("docs/planner.md")
+
+
+def page_text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def test_the_printed_program_is_what_the_builder_writes() -> None:

@@ -11,14 +11,17 @@ from itertools import combinations
 import matplotlib
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from sample_runs import failed_record, figures, moved, record, span, timeline
 
 from analysis import lanes
-from analysis.figures import breakdown, loss, throughput
+from analysis.breakdown import breakdown, lost_time
+from analysis.losses import loss, loss_comparison
 from analysis.style import BREAKDOWN, KINDS, LANE_GREY, Drawing, Look, lightness, looks
+from analysis.throughput import throughput
 from executor.run_directory import Run
 from simulator.errors import InputError
 from simulator.timeline import MemoryPoint, Timeline
@@ -237,7 +240,7 @@ def test_same_run_gives_the_same_bytes_whatever_the_user_has_set():
 
 def test_drawing_leaves_no_global_state_and_needs_no_torch():
     code = (
-        "import sys; from analysis import report, results; from analysis.figures import throughput\n"
+        "import sys; from analysis import report, results; from analysis.throughput import throughput\n"
         "from executor.run_directory import Run; from sample_runs import record\n"
         "throughput([Run('x', record())]).svg\n"
         "print([name for name in ('matplotlib.pyplot', 'torch', 'transformers') if name in sys.modules])"
@@ -248,6 +251,78 @@ def test_drawing_leaves_no_global_state_and_needs_no_torch():
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
+
+
+def test_lost_time_shows_waiting_alone_with_its_share_of_the_step():
+    drawing = lost_time(RUN)
+    widths = sorted(patch.get_width() for patch in drawing.figure.axes[0].patches)
+    assert widths == [pytest.approx(1e3 * 100 / 510), pytest.approx(1e3 * 100 / 500)]  # milliseconds
+    assert {"waiting for", "weights", "200 (16.7 %)", "time lost in one step (ms)", "measured"} <= texts(drawing)
+    busy = figures(500.0, breakdown_seconds={"forward": 1.2})
+    never_idle = replace(RUN, record=record().model_copy(update={"predicted": busy, "measured": busy}))
+    with pytest.raises(InputError, match="lost no time"):
+        lost_time(never_idle)
+
+
+def test_losses_of_runs_share_an_axis_and_keep_their_numbers():
+    falling = tuple({"step": k, "loss": 5.0 - 0.1 * k} for k in range(1, 11))
+    runs = [replace(RUN, metrics=falling), Run("none", record("none")), replace(RUN, metrics=falling[:3])]
+    drawing = loss_comparison(runs)
+    lines = drawing.figure.axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["1. sample", "3. sample"]
+    assert list(lines[1].get_ydata()) == pytest.approx([4.9, 4.8, 4.7])
+    assert "Run 3: loss from 4.900 at step 1 to 4.700 at step 3" in drawing.alt
+    many = loss_comparison([replace(RUN, metrics=falling)] * 28).figure.axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in many}) == 28
+    with pytest.raises(InputError, match="no run has losses"):
+        loss_comparison(runs[1:2])
+
+
+LONG = "a model of a long name, trained on a case whose name is longer still-with-dashes-too"
+METRICS = tuple({"step": k, "loss": None if k % 50 == 9 else 11.5 - 0.01 * k} for k in range(400))
+
+
+def every_drawing() -> list[Drawing]:
+    """Each figure at its fullest."""
+    full = dict.fromkeys(BREAKDOWN, 0.1)
+    crowded = record(LONG, ideal=figures(646.0), device_name=LONG).model_copy(
+        update={"predicted": figures(500.0, breakdown_seconds=full), "measured": figures(510.0, breakdown_seconds=full)}
+    )
+    spans = [
+        span(kind, resource, 1, 0.1 * place, 0.1 * place + 0.1)
+        for place, (kind, resource) in enumerate([*((kind, "compute") for kind in KINDS), ("load_weights", "h2d")])
+    ]
+    spans += [span("store_gradient", "d2h", 1, 0.2, 0.3), span("nvme", "nvme_write", 1, 0.2, 0.3)]
+    step = replace(timeline(), spans=tuple(spans))
+    run = Run("full", crowded, METRICS, step, step)
+    points = [Run(str(k), record(f"{k}. {LONG}", predicted=560.0 + k, measured=500.0 + k)) for k in range(12)]
+    return [
+        throughput([run]), throughput([run] * 3), throughput(points), lanes.timelines(run), lanes.memory(run),
+        breakdown(run), lost_time(run), loss(run), loss_comparison([run] * 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("drawing", every_drawing(), ids=lambda drawing: drawing.name)
+def test_all_text_lies_inside_its_figure(drawing: Drawing):
+    canvas = FigureCanvasAgg(drawing.figure)
+    canvas.draw()
+    drawn = drawing.figure.get_tightbbox(canvas.get_renderer())  # inches
+    width, height = drawing.figure.get_size_inches()
+    slack = 0.02
+    assert drawn.x0 >= -slack
+    assert drawn.y0 >= -slack
+    assert drawn.x1 <= width + slack
+    assert drawn.y1 <= height + slack
+
+
+@pytest.mark.parametrize("drawing", every_drawing(), ids=lambda drawing: drawing.name)
+def test_every_figure_has_its_words_and_its_units(drawing: Drawing):
+    assert drawing.title
+    assert drawing.caption.endswith(".")
+    assert drawing.alt.endswith(".")
+    assert re.search(r"[0-9]", drawing.alt)
+    labels = {axis.get_xlabel() for axis in drawing.figure.axes} | {axis.get_ylabel() for axis in drawing.figure.axes}
+    assert any(re.search(r"\((s|ms|µs|%|TFLOPS.*|.*per.*)\)|TFLOPS|GiB", label) for label in labels)
 
 
 COMPUTE_KINDS = ("forward", "recompute", "loss", "backward", "finish_gradient", "update")

@@ -3,6 +3,7 @@
 import html
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from sample_runs import failed_record, figures, record, write_run
@@ -57,10 +58,9 @@ def two_runs(tmp_path_factory):
 def test_plot_writes_every_figure_as_png_and_svg_and_one_page(two_runs):
     files, _ = two_runs
     names = [path.name for path in files]
-    kinds = [f"{run}-{kind}" for run in "ab" for kind in ("timelines", "breakdown", "memory", "loss")]
-    assert sorted(names) == sorted(
-        [*(f"{n}.{e}" for n in ["throughput", *kinds] for e in ("png", "svg")), "report.html"]
-    )
+    stems = [f"{run}-{kind}" for run in "ab" for kind in ("timelines", "breakdown", "lost-time", "memory", "loss")]
+    stems += ["throughput", "losses"]
+    assert sorted(names) == sorted([*(f"{stem}.{end}" for stem in stems for end in ("png", "svg")), "report.html"])
     for path in files:
         start = path.read_bytes()[:8]
         assert start.startswith({".png": b"\x89PNG", ".svg": b"<svg", ".html": b"<!DOC"}[path.suffix])
@@ -91,8 +91,33 @@ def test_page_can_stand_on_a_phone_and_be_read_aloud(two_runs):
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
     assert ("html", {"lang": "en"}) in page.tags
     drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(drawings) == 9
-    assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in drawings)
+    assert len(drawings) == 12
+    assert all(attributes["role"] == "img" for attributes in drawings)
+    spoken = [attributes["aria-label"] or "" for attributes in drawings]
+    assert len(set(spoken[:7])) == 7
+    assert all(re.search(r"[0-9]", text) for text in spoken)
+    captions = {word.strip() for word in page.words}
+    assert not captions & set(spoken)  # no reader hears a caption twice
+    assert all(a["scope"] == "col" for tag, a in page.tags if tag == "th")
+    boxes = [a for tag, a in page.tags if a.get("class") == "scroll"]
+    assert len(boxes) == [tag for tag, _ in page.tags].count("table")
+    assert all(box["tabindex"] == "0" and box["aria-label"] for box in boxes)  # scrolls by keyboard too
+
+
+def test_headings_never_skip_a_level(two_runs):
+    levels = [int(tag[1]) for tag, _ in Page(two_runs[1]).tags if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_every_figure_and_table_stands_under_a_heading(two_runs):
+    words = {word.strip() for word in Page(two_runs[1]).words}
+    assert {
+        "Predicted against measured", "The runs compared", "Losses compared", "1. sample", "Speed and memory",
+        "One step, operation by operation", "A step's time", "Lost time by cause", "Memory over one step", "Loss",
+        "A step's time in figures", "Policy", "Where it comes from",
+    } <= words  # fmt: skip
 
 
 def test_ids_are_unique_and_every_reference_has_its_target(two_runs):
@@ -224,6 +249,41 @@ def test_comparison_leaves_out_what_no_run_has():
     assert list(frame["ideal TFLOPS"]) == ["–", "–", "646"]
     assert list(frame["measured TFLOPS"]) == ["510", "refused", "510"]
     assert list(frame["#"]) == ["1", "2", "3"]
+
+
+def test_a_run_is_summed_up_in_a_sentence():
+    assert tables.sentence(record()) == (
+        "qwen2 of 7.62 B parameters in 4 layers, 98,304 tokens a step in sequences of 1,024, on Sample GPU. "
+        "Predicted 1.20 s a step, measured 1.18 s: the prediction is 2.0 % too high."
+    )
+    assert "2.0 % too low" in tables.sentence(record(predicted=510.0, measured=500.0))
+    assert "the prediction is right." in tables.sentence(record(predicted=500.0, measured=500.0))
+    assert tables.sentence(failed_record(inputs={})).endswith("on Sample GPU. Nothing was predicted or measured.")
+    assert "Predicted 2.00 s a step." in tables.sentence(
+        failed_record(predicted=300.0, predicted_from=record().predicted_from)
+    )
+
+
+def test_breakdown_table_names_every_cause_with_its_share():
+    frame = tables.breakdown(record(measured=500.0))
+    assert list(frame.iloc[0]) == ["forward", "400 ms", "400 ms", "33.3 %"]
+    assert list(frame["compute"]) == ["forward", "backward", "waiting for weights"]
+    assert sum(float(share.removesuffix(" %")) for share in frame["of step"]) == pytest.approx(100, abs=0.2)
+    assert tables.breakdown(failed_record()).empty
+
+
+def test_causes_that_are_new_are_lost_time_too():
+    new = figures(500.0, breakdown_seconds={"forward": 1.0, "napping": 0.1, "waiting for updates": 0.1, "loss": 0.0})
+    changed = record().model_copy(update={"measured": new})
+    assert tables.lost_causes(changed) == ["waiting for weights", "waiting for updates", "napping"]
+    assert "napping" in set(tables.breakdown(changed)["compute"])
+
+
+def test_memory_that_may_not_be_used_is_not_listed():
+    limits = {"device_memory_bytes": 8, "host_memory_bytes": 8, "nvme_memory_bytes": 0}
+    listed = set(tables.origins(record(inputs={"limits": limits}))["what"])
+    assert "host memory limit" in listed
+    assert "NVMe limit" not in listed
 
 
 def test_captions_are_written_as_text(two_runs):

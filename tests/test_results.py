@@ -38,12 +38,27 @@ def test_readme_shows_the_results_between_its_markers(project):
     assert [cell.strip() for cell in row.split("|")[3:8]] == ["500", "510", "−2.0 %", "646", "1.18 s"]
 
 
+def test_each_run_that_was_measured_is_told_in_full_and_folded(project):
+    update_readme(project)
+    text = (project / "README.md").read_text(encoding="utf-8")
+    assert text.count("<details>") == text.count("</details>") == 2  # not of the run that failed
+    assert "<details><summary>1. 7b: predicted and measured</summary>\n\nqwen2 of 7.62 B" in text
+    assert "| step time | 1.20 s | 1.18 s | +2.0 % |" in text
+    assert "| waiting for weights | 200 ms | 196 ms | 16.7 % |" in text
+
+
 def test_every_table_row_has_as_many_cells_as_its_header(project):
     update_readme(project)
-    lines = [line for line in (project / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    counts = {line.replace("\\|", "").count("|") for line in lines if "32b" in line or "7b" in line}
-    headers = {line.count("|") for line in lines if "ideal" in line}
-    assert counts == headers
+    text = (project / "README.md").read_text(encoding="utf-8")
+    counts: list[set[int]] = [set()]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            counts[-1].add(line.replace("\\|", "").count("|"))
+        else:
+            counts.append(set())
+    tables = [found for found in counts if found]
+    assert len(tables) == 2 + 2 * 2  # a comparison a file, and two of each run that was measured
+    assert all(len(found) == 1 for found in tables)
 
 
 def test_second_time_nothing_changes(project):

@@ -1,44 +1,36 @@
-"""Figures of whole runs: predicted against measured TFLOPS, the step's time by cause, the loss."""
+"""Predicted against measured TFLOPS, one run or many."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 
 from analysis.style import (
-    BLACK,
-    BLUE,
-    BREAKDOWN,
-    GREEN,
     IDEAL,
     LIGHT_GREY,
+    LINE_COLOURS,
     MEASURED,
-    ORANGE,
     PREDICTED,
-    PURPLE,
-    SKY,
-    VERMILLION,
     Drawing,
     Look,
     edge_colour,
-    looks,
+    legend_columns,
     new_figure,
     settings,
-    text_colour,
 )
-from analysis.tables import error_share, format_duration, format_error, three_digits, time_unit
+from analysis.tables import STATUS, error_share, format_error, three_digits
 from executor.run_directory import Run
 from simulator.errors import InputError
 
+TITLE = "Predicted against measured"
 # A prediction within this share of the measurement counts as right.
 BAND = 0.03
 # So many runs are drawn as bars; more as points.
 MAX_BARS = 3
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_MARKER_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 
 
 def throughput(runs: Sequence[Run], name: str = "throughput") -> Drawing:
@@ -99,7 +91,20 @@ def _bars(runs: Sequence[Run], name: str) -> Drawing:
             loc="outside lower center",
             ncols=3,
         )
-    return Drawing(name, "Predicted and measured TFLOPS; in brackets the error of the prediction.", figure)
+    caption = "Predicted and measured TFLOPS; in brackets the error of the prediction."
+    return Drawing(name, TITLE, caption, "; ".join(map(_words, runs)) + ".", figure)
+
+
+def _words(run: Run) -> str:
+    """One run's bars in words."""
+    record = run.record
+    known = {"predicted": record.predicted, "measured": record.measured, "ideal": record.ideal}
+    parts = [f"{name} {three_digits(figures.tflops)} TFLOPS" for name, figures in known.items() if figures is not None]
+    if record.predicted is not None and record.measured is not None:
+        parts.append(f"error {format_error(error_share(record.predicted.tflops, record.measured.tflops))}")
+    if record.measured is None:
+        parts.append(STATUS[record.status])
+    return f"{record.case}: {', '.join(parts)}"
 
 
 def _scatter(numbered: Mapping[int, Run], name: str) -> Drawing:
@@ -112,7 +117,7 @@ def _scatter(numbered: Mapping[int, Run], name: str) -> Drawing:
     markers = {
         device: {
             "linestyle": "none", "marker": _MARKERS[index % len(_MARKERS)], "markersize": 6,
-            "color": _MARKER_COLOURS[index % len(_MARKER_COLOURS)],
+            "color": LINE_COLOURS[index % len(LINE_COLOURS)],
             "markeredgecolor": "#FFFFFF", "markeredgewidth": 0.5,
         }
         for index, device in enumerate(devices)
@@ -138,7 +143,7 @@ def _scatter(numbered: Mapping[int, Run], name: str) -> Drawing:
         reach = max(-low, high, 200 * BAND)
         errors.set_ylim(-1.15 * reach, 1.15 * reach)
         errors.grid(axis="y")
-        figure.legend(loc="outside lower center", ncols=2)
+        figure.legend(loc="outside lower center", ncols=legend_columns([*devices, "predicted = measured"], most=2))
         figure.draw_without_rendering()  # the labels are placed by where the points come to lie
         outside = [number for number, (x, y) in points.items() if abs(error_share(y, x)) > BAND]
         _number_points(axis, points, outside)
@@ -146,7 +151,15 @@ def _scatter(numbered: Mapping[int, Run], name: str) -> Drawing:
         "Predicted against measured TFLOPS, a point a run. On the line a prediction is exact, below it the run was "
         "faster than predicted; runs outside the grey band have their number. Below: the error of every run."
     )
-    return Drawing(name, caption, figure)
+    errors_found = {number: error_share(y, x) for number, (x, y) in points.items()}
+    worst = max(errors_found, key=lambda number: abs(errors_found[number]))
+    alt = (
+        f"{len(points)} runs from {three_digits(min(x for x, _ in points.values()))} to "
+        f"{three_digits(max(x for x, _ in points.values()))} measured TFLOPS: {len(points) - len(outside)} predicted "
+        f"within {100 * BAND:.0f} %, the largest error {format_error(errors_found[worst])} of run {worst}. "
+        "The table has all figures."
+    )
+    return Drawing(name, TITLE, caption, alt, figure)
 
 
 def _draw_diagonal(axis: Axes, values: Sequence[float]) -> None:
@@ -162,6 +175,8 @@ def _draw_diagonal(axis: Axes, values: Sequence[float]) -> None:
     if logarithmic:
         axis.set_xscale("log")
         axis.set_yscale("log")
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # 0.1, not a power of ten
     axis.set_xlim(low, high)
     axis.set_ylim(low, high)
     axis.set_aspect("equal")
@@ -195,103 +210,6 @@ def _places(width: float) -> Iterator[tuple[float, float]]:
         for degrees in (-40, 140, 0, 180, -90, 90, -65, 115):
             angle = math.radians(degrees)
             yield (5 + width / 2) * ring * math.cos(angle), 9 * ring * math.sin(angle)
-
-
-def breakdown(run: Run) -> Drawing:
-    """Seconds of a step by what the compute resource did or waited for. Raises InputError where nobody knows them."""
-    pair = {"predicted": run.record.predicted, "measured": run.record.measured}
-    present = {title: figures for title, figures in pair.items() if figures is not None and figures.breakdown_seconds}
-    if not present:
-        raise InputError(f"{run.name}: has no breakdown of its step's time")
-    end = max(max(f.step_seconds, sum(f.breakdown_seconds.values())) for f in present.values())
-    unit, scale = time_unit(end)
-    causes = looks({cause for figures in present.values() for cause in figures.breakdown_seconds}, BREAKDOWN)
-    with settings():
-        figure = new_figure(1.1 + 0.42 * len(present) + 0.2 * math.ceil(len(causes) / 3))
-        axis = figure.subplots()
-        for row, figures in enumerate(present.values()):
-            left = 0.0
-            for cause, look in causes.items():
-                seconds = figures.breakdown_seconds.get(cause, 0.0)
-                axis.barh(
-                    row, seconds * scale, 0.72, left=left * scale,
-                    color=look.colour, hatch=look.hatch, edgecolor=edge_colour(look), linewidth=0.5,
-                )  # fmt: skip
-                if seconds > 0.08 * end:
-                    background = {"facecolor": look.colour, "edgecolor": "none", "pad": 1.5} if look.hatch else None
-                    axis.text(
-                        (left + seconds / 2) * scale, row, three_digits(seconds * scale),
-                        ha="center", va="center", fontsize=9, color=text_colour(look), bbox=background,
-                    )  # fmt: skip
-                left += seconds
-            axis.annotate(
-                format_duration(figures.step_seconds), (left * scale, row),
-                xytext=(4, 0), textcoords="offset points", va="center", fontsize=9,
-            )  # fmt: skip
-        axis.set_yticks(range(len(present)), list(present))
-        axis.tick_params(axis="y", length=0)
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.13 * end * scale)
-        axis.set_xlabel(f"time of one step ({unit})")
-        axis.grid(axis="x")
-        figure.legend(
-            handles=[look.patch(cause) for cause, look in causes.items()], loc="outside lower center", ncols=3
-        )
-    caption = "Where a step's time goes: coloured is work of the compute resource, white is waiting, by cause."
-    return Drawing(f"{run.name}-breakdown", caption, figure)
-
-
-def losses(run: Run) -> dict[int, float]:
-    """Step -> loss, of the steps that have a finite one."""
-    rows = {row["step"]: row.get("loss") for row in run.metrics}
-    return {
-        step: float(value) for step, value in rows.items() if isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
-def loss(run: Run) -> Drawing:
-    """Loss by step, from metrics.jsonl. Raises InputError for a run without a single loss."""
-    finite = losses(run)
-    if not finite:
-        raise InputError(f"{run.name}: has no losses to draw")
-    steps, values = list(finite), list(finite.values())
-    lost = [row["step"] for row in run.metrics if row["step"] not in finite]
-    window = len(values) // 40  # on each side; short runs are drawn as they are
-    with settings():
-        figure = new_figure(2.9)
-        axis = figure.subplots()
-        few = len(steps) <= 40
-        axis.plot(
-            steps, values, color=SKY if window else BLUE, linewidth=1.0,
-            marker="o" if few else None, markersize=3, label="each step",
-        )  # fmt: skip
-        if window:
-            axis.plot(
-                steps, _running_mean(values, window), color=BLUE, linewidth=1.8, label=f"mean of {2 * window + 1} steps"
-            )
-        if lost:
-            axis.plot(
-                lost, [min(values)] * len(lost), linestyle="none", marker="x", color=VERMILLION,
-                label="not finite: skipped",
-            )  # fmt: skip
-        if window or lost:
-            axis.legend(loc="upper right")
-        axis.margins(x=0.01)
-        axis.set_xlabel("step")
-        axis.set_ylabel("loss (nats per token)")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid()
-    return Drawing(f"{run.name}-loss", f"Training loss of {len(finite):,} steps.", figure)
-
-
-def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of up to `window` values on each side and the value itself, at each place; fewer near the ends, evenly."""
-    found = []
-    for at in range(len(values)):
-        reach = min(window, at, len(values) - 1 - at)
-        part = values[at - reach : at + reach + 1]
-        found.append(sum(part) / len(part))
-    return found
 
 
 def _wrapped(text: str, width: int) -> str:
