@@ -221,6 +221,41 @@ def _plan_for(config: "TrainConfig", model: "ModelSpec") -> "Plan":
     return run_plan(model, config.workload(compiled=compiled), hardware, limits, costs, model_path=str(config.model))
 
 
+def bench(arguments: argparse.Namespace) -> int:
+    """Run a matrix of workloads."""
+    from pathlib import Path
+
+    from analysis.bench import CLIPS, load_matrix, table
+    from analysis.bench import bench as run_bench
+    from simulator.costs import OperationCosts
+    from simulator.errors import InputError
+    from simulator.hardware import load_hardware
+    from simulator.nearest import did_you_mean, nearest_name
+
+    rows = load_matrix(arguments.matrix).rows
+    if arguments.case:
+        cases = [row.case for row in rows]
+        for case in arguments.case:
+            if case not in cases:
+                raise InputError(
+                    f"--case {case}: {arguments.matrix} has no such row{did_you_mean(nearest_name(case, cases))}"
+                )
+        rows = tuple(row for row in rows if row.case in arguments.case)
+    found = run_bench(
+        rows,
+        load_hardware(arguments.hardware),
+        Path(arguments.output),
+        costs=OperationCosts.load(arguments.costs) if arguments.costs else None,
+        clips=tuple(CLIPS) if arguments.clip == "both" else (arguments.clip,),
+        with_ideal=not arguments.no_ideal,
+        with_plain=not arguments.no_plain,
+        warm_seconds=arguments.warm_seconds,
+        results=Path(arguments.results) if arguments.results else None,
+    )
+    print(table(found))
+    return 0 if all(record.status == "ok" for result in found for record in result.records) else 1
+
+
 def plot(arguments: argparse.Namespace) -> int:
     """Draw runs and results files into figures and one page."""
     from analysis.report import plot as draw

@@ -111,6 +111,23 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
 
 
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("matrix", metavar="matrix.yaml", help="workloads: rows of case, model, sequence_length, ...")
+    parser.add_argument(
+        "--hardware", metavar="NAME|FILE", required=True, help="a catalogue name or a profile of `conveyor probe`"
+    )
+    parser.add_argument("--costs", metavar="FILE", help="measured operation costs; modelled where there are none")
+    parser.add_argument("--case", metavar="NAME", action="append", help="only this row; may be given again")
+    parser.add_argument("--output", metavar="DIR", default="bench", help="where run directories go [%(default)s]")
+    parser.add_argument("--results", metavar="FILE", type=output_file, help="add the run records to this file")
+    parser.add_argument("--clip", choices=("both", "clipped", "unclipped"), default="both", help="[%(default)s]")
+    parser.add_argument("--no-ideal", action="store_true", help="leave out the ideal")
+    parser.add_argument("--no-plain", action="store_true", help="leave out plain PyTorch")
+    parser.add_argument(
+        "--warm-seconds", metavar="S", type=float, default=30.0, help="load before timing starts [%(default)s]"
+    )
+
+
 def _plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="directories of runs")
     parser.add_argument("--output", metavar="DIR", default="report", help="where figures and report go [%(default)s]")
@@ -141,6 +158,7 @@ COMMANDS = (
     Command("plan", "find the fastest way to train a model on given hardware", _plan),
     Command("simulate", "replay a plan, operation by operation", _simulate),
     Command("train", "train by a plan", _train),
+    Command("bench", "train a matrix of workloads beside their ideal and plain PyTorch", _bench),
     Command("plot", "draw runs: predicted against measured", _plot),
     Command("doctor", "say what this machine has and what is missing", _doctor),
 )

@@ -1,0 +1,269 @@
+"""`bench`: a matrix of workloads, each planned, trained and recorded beside its ideal and beside plain PyTorch.
+
+All stages of a row run in one process, one after another, so that their ratios are of one machine in one state: ideal,
+training, ideal again.
+"""
+
+import gc
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import torch
+
+from analysis.plain_torch import measure_plain
+from executor.config import Size, load_config
+from executor.data.dataset import SYNTHETIC, open_dataset
+from executor.ideal import MeasuredIdeal, measure_ideal
+from executor.launch import launch
+from executor.record import RunRecord, append_result
+from executor.yaml_mapping import read_yaml_mapping
+from planner.plan import Limits, Plan
+from planner.search import plan as run_plan
+from simulator.costs import OperationCosts
+from simulator.errors import InputError
+from simulator.formats import GradientFormat
+from simulator.hardware import HardwareProfile
+from simulator.ideal import IdealStep, ideal_steps
+from simulator.model import ModelSpec, model_spec, read_model_config
+from simulator.policy import Workload
+from simulator.predict import step_figures
+from simulator.schema import Schema, describe
+from simulator.units import format_bytes, format_seconds
+
+WARM_SECONDS = 30.0
+TIMED_STEPS = 5
+# Norms of random models are between 1 and 100: one limit clips every step, the other none.
+CLIPS = {"clipped": 1e-3, "unclipped": 1e6}
+PLAIN_BUDGET, PLAIN_TOKENS = 0.7, 8192  # the fastest of those tried on an H200 that leave room for the state
+
+Count = Annotated[int, pydantic.Field(gt=0)]
+
+
+class Row(Schema):
+    """One workload of the matrix."""
+
+    case: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    model: str  # a Hugging Face folder or its config.json
+    num_layers: Count | None = None  # the model cut to its first layers
+    sequence_length: Count
+    tokens_per_step: Count
+    micro_batch_size: Count | None = None
+    gradient_format: GradientFormat = "bf16"
+    device_memory: Size | None = None
+    host_memory: Size | None = None
+
+    def workload(self) -> Workload:
+        return Workload(
+            sequence_length=self.sequence_length, tokens_per_step=self.tokens_per_step, precision="bf16",
+            gradient_format=self.gradient_format, micro_batch_rows=self.micro_batch_size, compiled=True,
+        )  # fmt: skip
+
+
+class Matrix(Schema):
+    """The rows of a benchmark."""
+
+    rows: tuple[Row, ...] = pydantic.Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row found; seconds a step, None where it was not measured."""
+
+    row: Row
+    plan: Plan
+    records: tuple[RunRecord, ...]
+    ideal: MeasuredIdeal | None
+    plain_seconds: float | None
+
+
+def load_matrix(path: Path | str) -> Matrix:
+    """A matrix from a YAML file. Raises InputError with the place of every mistake."""
+    try:
+        return Matrix.model_validate(dict(read_yaml_mapping(path).values))
+    except pydantic.ValidationError as error:
+        raise InputError(f"{path}: {describe(error)}") from error
+
+
+def bench(
+    rows: Sequence[Row],
+    hardware: HardwareProfile,
+    output: Path,
+    *,
+    costs: OperationCosts | None = None,
+    clips: Sequence[str] = tuple(CLIPS),
+    with_ideal: bool = True,
+    with_plain: bool = True,
+    warm_seconds: float = WARM_SECONDS,
+    results: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[RowResult]:
+    """Run every row and give what it found; each record is added to `results` as soon as it is there.
+
+    Raises InputError for a row that no plan fits and for output directories that hold runs already.
+    """
+    device = torch.device("cuda", 0) if hardware.device.kind == "cuda" else torch.device("cpu")
+    found = []
+    for row in rows:
+        config, path = _config(row, output)
+        model = model_spec(config)
+        workload = row.workload().model_copy(update={"compiled": device.type == "cuda"})
+        limits = Limits(
+            device_memory_bytes=row.device_memory or hardware.device.memory_bytes,
+            host_memory_bytes=row.host_memory or hardware.host.memory_bytes,
+        )
+        plan = run_plan(model, workload, hardware, limits, costs, model_path=str(path))
+        point = _ideal_point(model, workload, hardware, costs) if with_ideal else None
+        ideals = [_ideal(config, workload, point, device, warm_seconds)] if point else []
+        records = [_train(row, plan, path, output, clip, warm_seconds, say) for clip in clips]
+        if point:
+            ideals.append(_ideal(config, workload, point, device, warm_seconds))
+        ideal = MeasuredIdeal(sum(i.step_seconds for i in ideals) / 2, ideals[0].num_layers) if ideals else None
+        plain = _plain(config, workload, device, warm_seconds, say) if with_plain else None
+        if ideal is not None:
+            figures = step_figures(
+                model, workload, ideal.step_seconds, device_peak_bytes=0, host_peak_bytes=0, breakdown_seconds={}
+            )
+            records = [record.model_copy(update={"ideal": figures}) for record in records]
+        for record in records if results is not None else ():
+            assert results is not None
+            append_result(results, record)
+        found.append(RowResult(row, plan, tuple(records), ideal, plain))
+        say(table(found))
+    return found
+
+
+def _config(row: Row, output: Path) -> tuple[dict[str, Any], Path]:
+    """The model's config, cut where the row says so, and the file that it lies in."""
+    config = read_model_config(row.model)
+    if row.num_layers is None or row.num_layers == config["num_hidden_layers"]:
+        return config, Path(row.model)
+    if row.num_layers > config["num_hidden_layers"]:
+        raise InputError(f"{row.case}: num_layers: {row.num_layers}; {row.model} has {config['num_hidden_layers']}")
+    config = {**config, "num_hidden_layers": row.num_layers}
+    if isinstance(config.get("layer_types"), list):
+        config["layer_types"] = config["layer_types"][: row.num_layers]
+    path = output / f"{row.case}.config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return config, path
+
+
+def _ideal_point(
+    model: ModelSpec, workload: Workload, hardware: HardwareProfile, costs: OperationCosts | None
+) -> tuple[IdealStep, int]:
+    """The fastest point of the sweep, and how many of the model's layers it leaves room for."""
+    free = workload.model_copy(update={"micro_batch_rows": None})
+    fits = []
+    for step in ideal_steps(model, free, hardware, costs):
+        # Weights, sums and activations grow with the layers; head, embedding and context stay.
+        share = (hardware.device.memory_bytes - step.device_peak_bytes) / step.device_peak_bytes
+        layers = model.num_layers if share >= 0 else math.floor(model.num_layers * (1 + share) * 0.9)
+        if layers >= max(1, model.num_layers // 4):
+            fits.append((step, layers))
+    if not fits:
+        raise InputError("no ideal step fits on this device, not even with a quarter of the layers")
+    return fits[0]
+
+
+def _ideal(
+    config: dict[str, Any],
+    workload: Workload,
+    point: tuple[IdealStep, int],
+    device: torch.device,
+    warm_seconds: float,
+) -> MeasuredIdeal:
+    step, layers = point
+    try:
+        return measure_ideal(
+            config, workload, micro_batch_rows=step.micro_batch_rows, save_level=step.save_level, num_layers=layers,
+            device=device, warm_seconds=warm_seconds,
+        )  # fmt: skip
+    finally:
+        release_device()
+
+
+def _train(
+    row: Row, plan: Plan, model: Path, output: Path, clip: str, warm_seconds: float, say: Callable[[str], None]
+) -> RunRecord:
+    directory = output / f"{row.case}-{clip}"
+    # The last of a run's steps has no next one to hide its updates in; the first three warm up.
+    steps = 4 + max(TIMED_STEPS, math.ceil(warm_seconds / plan.prediction.step_seconds))
+    settings = {
+        "model": str(model), "data": SYNTHETIC, "output": str(directory), "max_steps": steps,
+        "max_grad_norm": CLIPS[clip], "log_every": steps,
+    }  # fmt: skip
+    config = load_config(None, settings=settings | _of_plan(plan))
+    try:
+        return launch(config, plan, read_model_config(model), plan.model, say=say)
+    finally:
+        release_device()
+
+
+def _of_plan(plan: Plan) -> dict[str, Any]:
+    workload = plan.inputs.workload
+    return {
+        "sequence_length": workload.sequence_length, "tokens_per_step": workload.tokens_per_step,
+        "gradient_format": workload.gradient_format,
+    }  # fmt: skip
+
+
+def _plain(
+    config: dict[str, Any], workload: Workload, device: torch.device, warm_seconds: float, say: Callable[[str], None]
+) -> float | None:
+    """Plain PyTorch on the same step, or None where it does not fit."""
+    rows = max(1, min(workload.rows_per_step, PLAIN_TOKENS // workload.sequence_length))
+    batch = open_dataset(
+        SYNTHETIC, vocab_size=int(config["vocab_size"]), sequence_length=workload.sequence_length,
+        rows_per_step=workload.rows_per_step, seed=0,
+    ).batch(0)  # fmt: skip
+    try:
+        return measure_plain(
+            config, batch.tokens, batch.labels, micro_batch_rows=rows, budget=PLAIN_BUDGET,
+            max_grad_norm=CLIPS["clipped"], device=device, warm_seconds=warm_seconds,
+        )  # fmt: skip
+    except torch.cuda.OutOfMemoryError as error:
+        say(f"plain PyTorch does not fit: {str(error).splitlines()[0]}")
+        return None
+    finally:
+        release_device()
+
+
+def release_device() -> None:
+    """Give back what the last stage held, so that the next one starts on an empty device and counts its own peak."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def table(results: Sequence[RowResult]) -> str:
+    """All rows in lines: TFLOPS of ideal, plain PyTorch and Conveyor, ratio, prediction, peaks, lost time."""
+    lines = [
+        f"{'case':34} {'ideal':>7} {'plain':>7} {'run':>7} {'of ideal':>9} {'predicted':>10} {'error':>7} "
+        f"{'device':>10} {'host':>10}  lost a step"
+    ]
+    for result in results:
+        model, tokens = result.plan.model, result.row.tokens_per_step
+        flops = 6 * model.num_parameters * tokens / 1e12
+        ideal = f"{flops / result.ideal.step_seconds:.0f}" if result.ideal else "-"
+        plain = f"{flops / result.plain_seconds:.0f}" if result.plain_seconds else "-"
+        for record in result.records:
+            figures = record.measured
+            if figures is None or record.predicted is None:
+                lines.append(f"{record.case:34} {record.status}: {record.message}")
+                continue
+            ratio = f"{result.ideal.step_seconds / figures.step_seconds:.1%}" if result.ideal else "-"
+            lost = {cause: s for cause, s in figures.breakdown_seconds.items() if cause.startswith("waiting")}
+            lines.append(
+                f"{record.case:34} {ideal:>7} {plain:>7} {figures.tflops:>7.0f} {ratio:>9} "
+                f"{record.predicted.tflops:>10.0f} {record.predicted.step_seconds / figures.step_seconds - 1:>+7.1%} "
+                f"{format_bytes(figures.device_peak_bytes):>10} {format_bytes(figures.host_peak_bytes):>10}  "
+                + ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in lost.items())
+            )
+    return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""The benchmark's rows, stages and records; and plain PyTorch, which is itself compared with a plainer one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from plain_trainer import plain_train
+
+from analysis.bench import bench, load_matrix, table
+from analysis.plain_torch import BETAS, EPSILON, PlainTorch
+from executor.planes import split_planes
+from executor.record import load_results
+from simulator.errors import InputError
+from simulator.hardware import load_hardware
+from simulator.ideal import ideal_steps
+from simulator.model import model_spec
+from simulator.policy import Workload
+from tests.tiny import tiny_batches, tiny_config
+
+
+@pytest.fixture
+def matrix(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    path = tmp_path / "matrix.yaml"
+    path.write_text(
+        f"rows:\n  - {{case: tiny, model: {tmp_path}/config.json, sequence_length: 16, tokens_per_step: 128}}\n"
+        f"  - {{case: short, model: {tmp_path}/config.json, num_layers: 2, sequence_length: 16, tokens_per_step: 64}}\n"
+    )
+    return path
+
+
+def test_a_row_is_planned_trained_and_recorded_beside_its_ideal(matrix: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    found = bench(
+        load_matrix(matrix).rows, load_hardware("cpu-2-core"), tmp_path / "out", warm_seconds=0.0,
+        results=tmp_path / "results.json", say=said.append,
+    )  # fmt: skip
+    records = load_results(tmp_path / "results.json")
+    assert [record.case for record in records] == [
+        "tiny-clipped", "tiny-unclipped", "short-clipped", "short-unclipped",
+    ]  # fmt: skip
+    for record in records:
+        assert record.status == "ok"
+        assert record.measured is not None
+        assert record.ideal is not None
+        assert record.ideal.tflops > 0
+        assert record.steps_timed >= 5
+        clipped = [factor < 1 for factor in record.clip_factors]
+        assert all(clipped) if record.case.endswith("-clipped") else not any(clipped)
+    assert records[2].inputs["model"]["num_layers"] == 2  # type: ignore[index, call-overload]
+    assert all(result.plain_seconds is not None and result.plain_seconds > 0 for result in found)
+    for case in ("tiny-clipped", "short-unclipped"):
+        assert case in table(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("rows: []", "rows"),
+        ("rows: [{case: a/b, model: m, sequence_length: 1, tokens_per_step: 1}]", "case"),
+        ("rows: [{case: a, model: m, sequence_length: 0, tokens_per_step: 1}]", "sequence_length"),
+        ("rows: [{case: a, model: m, sequence_length: 1, tokens_per_step: 1, device_memory: much}]", "device_memory"),
+        ("columns: []", "columns"),
+    ],
+)
+def test_a_wrong_matrix_is_refused_with_its_key(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "matrix.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=told):
+        load_matrix(path)
+
+
+def test_the_committed_matrix_is_readable() -> None:
+    root = Path(__file__).parents[1]
+    rows = load_matrix(root / "analysis/matrices/h200.yaml").rows
+    assert len({row.case for row in rows}) == len(rows)
+    assert all((root / row.model).is_file() for row in rows)
+
+
+def test_more_layers_than_the_model_has_are_refused(matrix: Path, tmp_path: Path) -> None:
+    (row,) = (row for row in load_matrix(matrix).rows if row.num_layers)
+    with pytest.raises(InputError, match="num_layers"):
+        bench([row.model_copy(update={"num_layers": 40})], load_hardware("cpu-2-core"), tmp_path)
+
+
+def test_the_sweep_of_the_ideal_holds_every_micro_batch_and_level_that_divide_the_step() -> None:
+    model = model_spec(tiny_config())
+    workload = Workload(sequence_length=1024, tokens_per_step=24 * 1024, compiled=True)
+    steps = ideal_steps(model, workload, load_hardware("h200"))
+    assert {step.micro_batch_rows for step in steps} == {4, 8, 24}  # 16 does not divide 24, and 32 are more
+    assert len(steps) == 18
+    seconds = [step.step_seconds for step in steps]
+    assert seconds == sorted(seconds)
+
+
+def test_plain_torch_follows_a_plainer_trainer() -> None:
+    config, batches = tiny_config(), tiny_batches(3)
+    torch.manual_seed(0)
+    plain = PlainTorch(config, budget=1.0, max_grad_norm=0.5, device=torch.device("cpu"))
+    weights = {name: parameter.detach().float() for name, parameter in plain.model.named_parameters()}
+
+    def cast(master: torch.Tensor) -> torch.Tensor:
+        high, low = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
+        split_planes(master.detach(), high, low)
+        return high
+
+    expected = plain_train(
+        config, weights, [(batch.tokens, batch.labels) for batch in batches], micro_batch_rows=2, learning_rate=1e-5,
+        betas=BETAS, epsilon=EPSILON, weight_decay=0.0, max_grad_norm=0.5, dtype=torch.bfloat16, cast=cast,
+    )  # fmt: skip
+    losses = [float(plain.step(batch.tokens, batch.labels, micro_batch_rows=2)) for batch in batches]
+    assert losses == pytest.approx(expected.losses, rel=2e-3)
+    for index, (name, _) in enumerate(plain.model.named_parameters()):
+        moved = plain.master(index) - weights[name].reshape(-1)
+        wanted = expected.weights[name].reshape(-1) - weights[name].reshape(-1)
+        # bf16 gradients summed in bf16: the direction of nearly every step is the same.
+        assert torch.nn.functional.cosine_similarity(moved, wanted, dim=0) > 0.98, name
