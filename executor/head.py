@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from executor.layer import ACCUMULATOR_DTYPES, COMPUTE_DTYPES, tensor_views, zero_padding
 from simulator.formats import Precision
-from simulator.model import ModelSpec
+from simulator.model import BlockSpec, ModelSpec
 
 _NORM, _PROJECTION, _EMBEDDING = "model.norm.weight", "lm_head.weight", "embed_tokens.weight"
 
@@ -48,7 +48,7 @@ class HeadTemplate:
         loss_scale: float | Tensor,
         *,
         chunk_tokens: int,
-        head_accumulator: Tensor,
+        head_accumulator: Tensor | None,
         embedding_accumulator: Tensor | None = None,
         first: bool,
         grad_hidden: Tensor | None = None,
@@ -60,21 +60,22 @@ class HeadTemplate:
         micro-batches by their tokens; it multiplies every gradient and not the loss. Gradients of the weights are
         formed in compute dtype, chunk after chunk in ascending order, and added in the accumulator's dtype; `first`
         writes where later micro-batches add. flat_embedding and embedding_accumulator (layout of block 0) are for
-        tied embeddings and None otherwise. grad_hidden: where to write, `hidden` itself allowed; None allocates.
+        tied embeddings and None otherwise. A block that is frozen has no accumulator, and in one that is frozen in
+        part the frozen tensor's sum is zero. grad_hidden: where to write, `hidden` itself allowed; None allocates.
         """
         tied = self.model.tied_embeddings
-        assert (flat_embedding is not None) == (embedding_accumulator is not None) == tied
+        assert (flat_embedding is not None) == tied
         with torch.no_grad():
             norm_weight, projection = self._weights(flat_head, flat_embedding)
-            norm_sum = tensor_views(self._head, head_accumulator)[_NORM]
-            if embedding_accumulator is None:
-                projection_sum = tensor_views(self._head, head_accumulator)[_PROJECTION]
+            norm_sum = self._sum(self._head, head_accumulator, _NORM, first=first)
+            if tied:
+                projection_sum = self._sum(self._embedding, embedding_accumulator, _EMBEDDING, first=first)
             else:
-                projection_sum = tensor_views(self._embedding, embedding_accumulator)[_EMBEDDING]
-            if first:
+                projection_sum = self._sum(self._head, head_accumulator, _PROJECTION, first=first)
+            if first and head_accumulator is not None:
                 zero_padding(self._head, head_accumulator)
-                if embedding_accumulator is not None:
-                    zero_padding(self._embedding, embedding_accumulator)
+            if first and embedding_accumulator is not None:
+                zero_padding(self._embedding, embedding_accumulator)
             if grad_hidden is None:
                 grad_hidden = torch.empty_like(hidden)
             scale = self._scale(loss_scale, hidden.device)
@@ -95,6 +96,17 @@ class HeadTemplate:
                     first=first and start == 0,
                 )
             return losses.sum(), grad_hidden
+
+    def _sum(self, block: BlockSpec, accumulator: Tensor | None, name: str, *, first: bool) -> Tensor | None:
+        """Where the gradient of a tensor is summed, or None where it is frozen; then its place holds zeros."""
+        if accumulator is None:
+            return None
+        view = tensor_views(block, accumulator)[name]
+        if not next(tensor for tensor in block.tensors if tensor.name == name).frozen:
+            return view
+        if first:
+            view.zero_()
+        return None
 
     def loss(
         self, flat_head: Tensor, flat_embedding: Tensor | None, hidden: Tensor, labels: Tensor, *, chunk_tokens: int
@@ -120,8 +132,8 @@ class HeadTemplate:
         scale: Tensor,
         *,
         losses: Tensor,
-        norm_sum: Tensor,
-        projection_sum: Tensor,
+        norm_sum: Tensor | None,
+        projection_sum: Tensor | None,
         grad_tokens: Tensor,
         first: bool,
     ) -> None:
@@ -136,9 +148,11 @@ class HeadTemplate:
         # tensors, which are a hundred times smaller.
         counted = (targets >= 0).unsqueeze(1)
         grad_normed = ((grad_logits @ projection) * (counted * scale)).to(normed.dtype)
-        _accumulate_product(projection_sum, grad_logits, normed, counted, scale, first=first)
+        if projection_sum is not None:
+            _accumulate_product(projection_sum, grad_logits, normed, counted, scale, first=first)
         grad, grad_norm_weight = torch.autograd.grad((normed_graph,), (tokens, norm_weight), (grad_normed,))
-        _accumulate(norm_sum, grad_norm_weight, None, first=first)
+        if norm_sum is not None:
+            _accumulate(norm_sum, grad_norm_weight, None, first=first)
         grad_tokens.copy_(grad)
 
     def _token_losses(self, logits: Tensor, targets: Tensor, losses: Tensor, *, with_gradient: bool) -> None:

@@ -11,6 +11,9 @@ The order of one step, and why:
    for its home.
 4. The clip factor, and the report of loss and norm.
 
+What is frozen has no gradient to finish and no update. Below the lowest trained block there is a forward only: layer
+inputs are let go of at once, batches with the loss.
+
 Weights that stream are loaded `prefetch_depth` visits ahead into slots. A slot is chosen by farthest next use, so the
 top layers are not loaded again at the turn from forward to backward.
 """
@@ -59,9 +62,10 @@ def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
     found = []
     for group in range(len(policy.groups)):
         found += [Visit("forward", group, block) for block in model.layers]
+        layers = model.backward_layers
         segments = [
-            model.layers[start : start + policy.checkpoint_interval]
-            for start in range(0, model.num_layers, policy.checkpoint_interval)
+            layers[start : start + policy.checkpoint_interval]
+            for start in range(0, len(layers), policy.checkpoint_interval)
         ]
         for segment in reversed(segments):
             found += [Visit("recompute", group, block) for block in segment[:-1]]
@@ -126,7 +130,9 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
             yield from (_embed(m, visit.group) for m in group)
         for ready in loads_at.get(index, []):
             block = sequence[ready].block
-            yield _load_weights(f"device.slot.{slots[ready]}", block, f"{sequence[ready].phase}.{visit.group}")
+            yield _load_weights(
+                f"device.slot.{slots[ready]}", block, f"{sequence[ready].phase}.{sequence[ready].group}"
+            )
         weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
         for m in group:
             yield _layer_operation(visit, m, weights, policy, placement)
@@ -141,11 +147,11 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
         if visit.phase == "backward":
             if last_group:
                 yield from _completed(policy, placement, visit.block)
-            if visit.block == 1:
+            if visit.block == 1 and placement.accumulators[0]:
                 yield from (_embed_backward(m, visit.group, placement) for m in group)
                 if last_group:
                     yield from _completed(policy, placement, 0)
-    norms = tuple(_same(f"device.norm.{block}") for block in range(model.num_blocks))
+    norms = tuple(_same(f"device.norm.{block}") for block in model.trained_blocks)
     if policy.clipping == "global":
         yield _clip("clip", -1, norms, "")
     # What the step's log line needs, for the host.
@@ -183,7 +189,8 @@ def _embed(m: int, group: int) -> Operation:
 
 
 def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placement: Placement) -> Operation:
-    block, level = visit.block, policy.save_levels[visit.block - 1]
+    block, lowest = visit.block, max(1, placement.lowest)
+    level = policy.save_levels[block - 1] if block >= lowest else "input"
     parameters = Access(weights, f"weights.{block}")
     hidden, output = _same(f"hidden.{block}.{m}"), _same(f"hidden.{block + 1}.{m}")
     saved = (_same(f"saved.{block}.{m}"),) if level != "input" else ()
@@ -192,18 +199,19 @@ def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placeme
         return Operation(
             name, Kind.FORWARD, Resource.COMPUTE, block, m, visit.group, level,
             reads=(parameters, hidden), writes=(output, *saved),
-            releases=() if policy.kept_input(block) else (hidden.buffer,),
+            releases=() if policy.kept_input(block, lowest) else (hidden.buffer,),
         )  # fmt: skip
     if visit.phase == "recompute":
         return Operation(
             name, Kind.RECOMPUTE, Resource.COMPUTE, block, m, visit.group, level,
             reads=(parameters, hidden), writes=(output,),
         )  # fmt: skip
-    upstream, gradient = _same(f"grad_hidden.{block + 1}.{m}"), _same(f"grad_hidden.{block}.{m}")
-    total = _gradient_sum(placement, block)
+    upstream = _same(f"grad_hidden.{block + 1}.{m}")
+    downstream = () if block == placement.lowest else (_same(f"grad_hidden.{block}.{m}"),)
+    totals = _gradient_sums(placement, block)
     return Operation(
         name, Kind.BACKWARD, Resource.COMPUTE, block, m, visit.group, level, first=m == 0,
-        reads=(parameters, hidden, *saved, upstream, *_added(total, m)), writes=(gradient, total),
+        reads=(parameters, hidden, *saved, upstream, *_added(totals, m)), writes=(*downstream, *totals),
         releases=(hidden.buffer, upstream.buffer, *(access.buffer for access in saved)),
     )  # fmt: skip
 
@@ -212,30 +220,34 @@ def _loss(model: ModelSpec, m: int, group: int, placement: Placement) -> Operati
     head = model.head
     hidden = _same(f"hidden.{head}.{m}")
     weights = [Access(f"device.weights.{head}", f"weights.{head}")]
-    totals = [_gradient_sum(placement, head), _same("device.loss")]
-    if placement.tied_accumulator:
+    totals = (*_gradient_sums(placement, head), _same("device.loss"))
+    if model.tied_embeddings:
         weights.append(Access("device.weights.0", "weights.0"))
-        totals.append(_same(placement.tied_accumulator))
-    added = tuple(access for total in totals for access in _added(total, m))
+    if placement.tied_accumulator:
+        totals = (*totals, _same(placement.tied_accumulator))
+    batch = _same(f"batch.{m}")
+    downstream = () if placement.lowest == head else (_same(f"grad_hidden.{head}.{m}"),)
     return Operation(
         f"loss.{m}", Kind.LOSS, Resource.COMPUTE, head, m, group, first=m == 0,
-        reads=(*weights, hidden, _same(f"batch.{m}"), *added),
-        writes=(_same(f"grad_hidden.{head}.{m}"), *totals), releases=(hidden.buffer,),
+        reads=(*weights, hidden, batch, *_added(totals, m)), writes=(*downstream, *totals),
+        releases=(hidden.buffer, *([batch.buffer] if placement.lowest else [])),
     )  # fmt: skip
 
 
 def _embed_backward(m: int, group: int, placement: Placement) -> Operation:
     upstream, batch = _same(f"grad_hidden.1.{m}"), _same(f"batch.{m}")
-    total = _gradient_sum(placement, 0)
+    totals = _gradient_sums(placement, 0)
     return Operation(
         f"backward.0.{m}", Kind.BACKWARD, Resource.COMPUTE, 0, m, group, first=m == 0,
-        reads=(upstream, batch, *_added(total, m)), writes=(total,), releases=(upstream.buffer, batch.buffer),
+        reads=(upstream, batch, *_added(totals, m)), writes=totals, releases=(upstream.buffer, batch.buffer),
     )  # fmt: skip
 
 
 def _completed(policy: Policy, placement: Placement, block: int) -> Iterator[Operation]:
     """What follows when a block's gradient is complete: rounding and norm, its way home, perhaps its update."""
-    totals = [_gradient_sum(placement, block)]
+    totals = [*_gradient_sums(placement, block)]
+    if not totals:
+        return  # frozen
     if block == 0 and placement.tied_accumulator:
         totals.append(_same(placement.tied_accumulator))
     gradient, norm = Access(placement.gradients[block], f"gradient.{block}"), _same(f"device.norm.{block}")
@@ -261,7 +273,7 @@ def _clip(name: str, block: int, norms: tuple[Access, ...], suffix: str) -> Oper
 
 
 def _updates(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
-    return (_update(policy, placement, block) for block in range(model.num_blocks))
+    return (_update(policy, placement, block) for block in model.trained_blocks)
 
 
 def _drain(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
@@ -291,28 +303,32 @@ def _same(buffer: str) -> Access:
     return Access(buffer, buffer)
 
 
-def _gradient_sum(placement: Placement, block: int) -> Access:
-    return Access(placement.accumulators[block], f"gradient_sum.{block}")
+def _gradient_sums(placement: Placement, block: int) -> tuple[Access, ...]:
+    """The block's sum of gradients; none where it is frozen."""
+    buffer = placement.accumulators[block]
+    return (Access(buffer, f"gradient_sum.{block}"),) if buffer else ()
 
 
-def _added(total: Access, m: int) -> tuple[Access, ...]:
+def _added(totals: tuple[Access, ...], m: int) -> tuple[Access, ...]:
     """The first micro-batch of a step writes a sum, later ones read it too."""
-    return () if m == 0 else (total,)
+    return () if m == 0 else totals
 
 
 def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> dict[str, Buffer]:
     """Buffers that live within a step: batches, layer inputs, what layers save, gradients of layer inputs."""
     tokens = policy.micro_batch_rows * workload.sequence_length
     hidden_bytes = tokens * model.hidden_size * PRECISIONS[workload.precision].weight
+    lowest = model.trained_blocks[0]
     found = []
     for m in range(policy.num_micro_batches):
         found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, batch_bytes(tokens), -1, m, False))
         for block in range(1, model.num_blocks):
             found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, hidden_bytes, block, m, False))
+        for block in range(lowest + 1, model.num_blocks):
             found.append(
                 Buffer(f"grad_hidden.{block}.{m}", Tier.DEVICE, Role.GRAD_HIDDEN, hidden_bytes, block, m, False)
             )
-        for block in model.layers:
+        for block in model.backward_layers:
             level = policy.save_levels[block - 1]
             if level != "input":
                 found.append(Buffer(f"saved.{block}.{m}", Tier.DEVICE, Role.SAVED, 0, block, m, False, level))

@@ -13,6 +13,7 @@ import pydantic
 from simulator import formulas
 from simulator.errors import InputError
 from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
+from simulator.freezing import unfrozen
 from simulator.hardware import HardwareProfile, LinkDirection
 from simulator.model import ModelSpec
 from simulator.policy import SAVE_LEVELS, Policy, Workload
@@ -77,7 +78,8 @@ def _first(pair: tuple[int, MeasuredCost]) -> int:
 
 
 def shape_hash(model: ModelSpec) -> str:
-    """Identity of what one layer, the embedding and the head compute, whatever the depth."""
+    """Identity of what one layer, the embedding and the head compute, whatever the depth and whatever is frozen."""
+    model = unfrozen(model)
     return identity_hash(
         [model.family, model.num_heads, model.num_kv_heads, [kind.model_dump(mode="json") for kind in model.kinds]]
     )
@@ -86,7 +88,8 @@ def shape_hash(model: ModelSpec) -> str:
 def operation_key(operation: Operation, model: ModelSpec, workload: Workload, policy: Policy) -> str:
     """The entry of OperationCosts that an operation is measured under, e.g. `forward.layer.full_attention.keep.2x1024`.
 
-    What depends on tokens ends in `{rows}x{sequence_length}`.
+    What depends on tokens ends in `{rows}x{sequence_length}`. A block that is frozen, wholly or in part, computes less
+    in its backward: `backward.layer.full_attention.trains_0.keep.2x1024`, with the number of trained parameters.
     """
     tokens = f"{policy.micro_batch_rows}x{workload.sequence_length}"
     if operation.kind is Kind.LOAD_BATCH:
@@ -95,6 +98,8 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
         return operation.kind.value
     block = model.block(operation.block)
     parts = [operation.kind.value, block.kind, block.variant]
+    if operation.kind in (Kind.BACKWARD, Kind.LOSS):
+        parts += _freezing(operation.block, model)
     if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
         return ".".join([*parts, *([operation.level] if operation.level else []), tokens])
     if operation.kind is Kind.RECOMPUTE:
@@ -106,6 +111,15 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
     if operation.kind in (Kind.FINISH_GRADIENT, Kind.STORE_GRADIENT):
         return ".".join([*parts, policy.gradient_format])
     return ".".join(parts)
+
+
+def _freezing(block: int, model: ModelSpec) -> list[str]:
+    """What a key says of a frozen block; of a tied head, whose projection is the embedding's, of both together."""
+    specs = [model.block(block)]
+    if block == model.head and model.tied_embeddings:
+        specs.append(model.block(0))
+    trained = sum(spec.num_trained_parameters for spec in specs)
+    return [] if trained == sum(spec.num_parameters for spec in specs) else [f"trains_{trained}"]
 
 
 class Pricing:
@@ -129,6 +143,7 @@ class Pricing:
         self.compute_beside_copies = costs.compute_beside_copies if costs is not None else 1.0
         self.tokens = policy.micro_batch_rows * workload.sequence_length
         self.origins: dict[str, str] = {}  # operation key -> measured | interpolated | roofline
+        self._whole: Pricing | None = None  # prices where nothing is frozen
         self._prices: dict[str, Price] = {}
         self._kept_bytes: dict[str, int] = {}  # by operation key of the forward
 
@@ -169,7 +184,7 @@ class Pricing:
         return f"{self.policy.micro_batch_rows}x{self.workload.sequence_length}"
 
     def _price(self, key: str, operation: Operation) -> Price:
-        measured = self._measured(key, operation)
+        measured = self._measured(key, operation) or self._measured_unfrozen(key, operation)
         seconds = measured.seconds if measured is not None else self._roofline_seconds(operation)
         self.origins[key] = "roofline" if measured is None else "measured" if key in self.entries else "interpolated"
         transient = None if measured is None else measured.transient_bytes
@@ -200,6 +215,20 @@ class Pricing:
                 here = self._roofline_transient_bytes(operation)
                 transient = round(transient * here / max(1, there._roofline_transient_bytes(operation)))
         return MeasuredCost(seconds=seconds, transient_bytes=transient, source="interpolated over rows")
+
+    def _measured_unfrozen(self, key: str, operation: Operation) -> MeasuredCost | None:
+        """For a frozen block's backward: that of the block as measured whole, scaled as the rooflines of the two are."""
+        if "trains_" not in key:
+            return None
+        if self._whole is None:
+            self._whole = Pricing(unfrozen(self.model), self.workload, self.policy, self.hardware)
+            self._whole.entries = self.entries
+        whole = self._whole
+        found = whole._measured(operation_key(operation, whole.model, self.workload, self.policy), operation)
+        if found is None:
+            return None
+        share = self._roofline_seconds(operation) / whole._roofline_seconds(operation)
+        return found.model_copy(update={"seconds": found.seconds * share, "source": "scaled from the unfrozen block"})
 
     def _kept_at_rows(self, key: str) -> int | None:
         """Kept bytes are in proportion to rows."""
@@ -262,8 +291,11 @@ class Pricing:
                 chunks = -(-self.tokens // self.policy.head_chunk_tokens)
                 sums = chunks * model.vocab_size * model.hidden_size  # the projection's gradient, added a chunk
                 # One kernel and sums in the product on CUDA; plain operations, slice after slice, elsewhere.
-                num_bytes = 8 * logits + 8 * sums if self._fused_loss else 20 * logits + 10 * sums
-                return 3 * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
+                num_bytes, a_sum = (8 * logits, 8) if self._fused_loss else (20 * logits, 10)
+                passes = 1 + (model.trained_blocks[0] < model.head)  # logits, and the gradient of what they come from
+                if self._projection_trained:
+                    passes, num_bytes = passes + 1, num_bytes + a_sum * sums
+                return passes * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
             case Kind.FINISH_GRADIENT:
                 return launch + elements * (width.accumulator + completed) / hbm
             case Kind.UPDATE:
@@ -285,6 +317,11 @@ class Pricing:
     def _fused_loss(self) -> bool:
         return self.hardware.device.kind == "cuda" and self.workload.precision == "bf16"
 
+    @cached_property
+    def _projection_trained(self) -> bool:
+        block = 0 if self.model.tied_embeddings else self.model.head
+        return any(len(tensor.shape) > 1 and not tensor.frozen for tensor in self.model.block(block).tensors)
+
     def _link_seconds(self, direction: LinkDirection, num_bytes: int) -> float:
         rate = self.hardware.link_bytes_per_second(direction, num_bytes)
         return self.hardware.launch_seconds.value + num_bytes / rate
@@ -302,10 +339,12 @@ class Pricing:
 
     def _layer_backward_seconds(self, block: int) -> float:
         model, hardware, precision = self.model, self.hardware, self.workload.precision
-        matmul = 2 * formulas.layer_matmul_flops(model, block, self.tokens)
+        # The gradient of the input takes all matrices, those of the weights the trained ones.
+        trained = formulas.layer_matmul_flops(model, block, self.tokens, trained_only=True)
+        matmul = formulas.layer_matmul_flops(model, block, self.tokens) + trained
         rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
         attention = 2 * formulas.layer_attention_flops(model, rows, sequence_length)
-        accumulate = 10 * model.block(block).num_elements / hardware.hbm_bytes_per_second.value
+        accumulate = 10 * model.block(block).num_trained_elements / hardware.hbm_bytes_per_second.value
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "backward")

@@ -7,8 +7,11 @@ the head (final norm and, unless tied, the output projection).
 import json
 import math
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
+
+import pydantic
 
 from simulator.errors import InputError, UnsupportedChoice
 from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
@@ -36,6 +39,12 @@ class TensorSpec(Schema):
     name: str
     shape: tuple[int, ...]
     offset: int
+    frozen: bool = False  # never updated; simulator/freezing.py sets it
+
+    @pydantic.model_serializer(mode="wrap")
+    def _as_before(self, write: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A model of which nothing is frozen keeps the content, and so the hash, that it had before there was freezing.
+        return _without(write(self), "frozen", unless=self.frozen)
 
     @property
     def num_elements(self) -> int:
@@ -52,6 +61,38 @@ class BlockSpec(Schema):
     kind: BlockKind
     variant: str
     tensors: tuple[TensorSpec, ...]
+    forward_only: bool = False  # nothing in it or below it is trained, so no gradient passes through it
+
+    @pydantic.model_serializer(mode="wrap")
+    def _as_before(self, write: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without(write(self), "forward_only", unless=self.forward_only)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its tensors is: else the block has neither gradient nor optimizer state."""
+        return not all(tensor.frozen for tensor in self.tensors)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors if not tensor.frozen)
+
+    @property
+    def trained_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of elements, padding behind each tensor included, that updates cover: none reaches a frozen tensor."""
+        ranges: list[tuple[int, int]] = []
+        for tensor in self.tensors:
+            begin, end = tensor.offset, _aligned(tensor.offset + tensor.num_elements)
+            if tensor.frozen:
+                continue
+            if ranges and ranges[-1][1] == begin:
+                begin = ranges.pop()[0]
+            ranges.append((begin, end))
+        return tuple(ranges)
+
+    @property
+    def num_trained_elements(self) -> int:
+        """Elements that updates cover, padding included."""
+        return sum(end - begin for begin, end in self.trained_ranges)
 
     @property
     def num_parameters(self) -> int:
@@ -101,6 +142,28 @@ class ModelSpec(Schema):
 
     def block(self, index: int) -> BlockSpec:
         return self.kinds[self.kind_of_block[index]]
+
+    @property
+    def trained_blocks(self) -> list[int]:
+        """Blocks with a tensor that is trained: those that have a gradient, a state and an update."""
+        trained = [kind.trained for kind in self.kinds]
+        return [block for block, kind in enumerate(self.kind_of_block) if trained[kind]]
+
+    @property
+    def backward_layers(self) -> range:
+        """The layers that a backward passes through: all above the lowest trained block, and that block."""
+        return range(max(1, self.trained_blocks[0]), self.num_blocks - 1)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        return sum(self.block(block).num_trained_parameters for block in range(self.num_blocks))
+
+    def kinds_of(self, blocks: Iterable[int]) -> dict[int, list[int]]:
+        """`blocks` by kind, in ascending order of the kinds' first blocks."""
+        found: dict[int, list[int]] = {}
+        for block in blocks:
+            found.setdefault(self.kind_of_block[block], []).append(block)
+        return found
 
     def block_prefix(self, index: int) -> str:
         """The transformers name that a block's tensor names follow, e.g. `model.layers.3.`."""
@@ -247,6 +310,10 @@ def _block_spec(kind: BlockKind, variant: str, shapes: dict[str, tuple[int, ...]
         tensors.append(TensorSpec(name=name, shape=shape, offset=offset))
         offset = _aligned(offset + math.prod(shape))
     return BlockSpec(kind=kind, variant=variant, tensors=tuple(tensors))
+
+
+def _without(content: dict[str, Any], key: str, *, unless: bool) -> dict[str, Any]:
+    return content if unless else {name: value for name, value in content.items() if name != key}
 
 
 def _aligned(num_elements: int) -> int:

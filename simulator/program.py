@@ -117,6 +117,9 @@ class Operation:
         """The buffer from which this operation reads the content that starts with `content_prefix`."""
         return next(access.buffer for access in self.reads if access.content.startswith(content_prefix))
 
+    def writes_to(self, buffer: str) -> bool:
+        return any(access.buffer == buffer for access in self.writes)
+
     def target(self, content_prefix: str) -> str:
         """The buffer in which this operation leaves the content that starts with `content_prefix`."""
         return next(access.buffer for access in self.writes if access.content.startswith(content_prefix))
