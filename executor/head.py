@@ -60,18 +60,18 @@ class HeadTemplate:
         micro-batches by their tokens; it multiplies every gradient and not the loss. Gradients of the weights are
         formed in compute dtype, chunk after chunk in ascending order, and added in the accumulator's dtype; `first`
         writes where later micro-batches add. flat_embedding and embedding_accumulator (layout of block 0) are for
-        tied embeddings and None otherwise. A block that is frozen has no accumulator, and in one that is frozen in
-        part the frozen tensor's sum is zero. grad_hidden: where to write, `hidden` itself allowed; None allocates.
+        tied embeddings and None otherwise. A frozen block has no accumulator; in one that is frozen in part nothing is
+        written to the frozen tensor's place. grad_hidden: where to write, `hidden` itself allowed; None allocates.
         """
         tied = self.model.tied_embeddings
         assert (flat_embedding is not None) == tied
         with torch.no_grad():
             norm_weight, projection = self._weights(flat_head, flat_embedding)
-            norm_sum = self._sum(self._head, head_accumulator, _NORM, first=first)
+            norm_sum = self._sum(self._head, head_accumulator, _NORM)
             if tied:
-                projection_sum = self._sum(self._embedding, embedding_accumulator, _EMBEDDING, first=first)
+                projection_sum = self._sum(self._embedding, embedding_accumulator, _EMBEDDING)
             else:
-                projection_sum = self._sum(self._head, head_accumulator, _PROJECTION, first=first)
+                projection_sum = self._sum(self._head, head_accumulator, _PROJECTION)
             if first and head_accumulator is not None:
                 zero_padding(self._head, head_accumulator)
             if first and embedding_accumulator is not None:
@@ -97,16 +97,11 @@ class HeadTemplate:
                 )
             return losses.sum(), grad_hidden
 
-    def _sum(self, block: BlockSpec, accumulator: Tensor | None, name: str, *, first: bool) -> Tensor | None:
-        """Where the gradient of a tensor is summed, or None where it is frozen; then its place holds zeros."""
-        if accumulator is None:
+    def _sum(self, block: BlockSpec, accumulator: Tensor | None, name: str) -> Tensor | None:
+        """Where the gradient of a tensor is summed, or None where it is frozen."""
+        if accumulator is None or next(tensor for tensor in block.tensors if tensor.name == name).frozen:
             return None
-        view = tensor_views(block, accumulator)[name]
-        if not next(tensor for tensor in block.tensors if tensor.name == name).frozen:
-            return view
-        if first:
-            view.zero_()
-        return None
+        return tensor_views(block, accumulator)[name]
 
     def loss(
         self, flat_head: Tensor, flat_embedding: Tensor | None, hidden: Tensor, labels: Tensor, *, chunk_tokens: int

@@ -14,7 +14,7 @@ from executor.gradients import accumulate, finish_gradient
 from executor.head import HeadTemplate
 from executor.layer import LayerTemplates, tensor_views
 from executor.memory import Memory
-from executor.store import plane_dtype
+from executor.store import plane_dtype, tensor_view
 from simulator.model import ModelSpec
 from simulator.policy import Policy, SaveLevel
 from simulator.program import Kind, Operation, Resource
@@ -64,6 +64,7 @@ class Operations:
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
             Kind.LOSS: self.loss,
+            Kind.EVALUATE: self.evaluate,
             Kind.BACKWARD: self.backward,
             Kind.FINISH_GRADIENT: self.finish_gradient,
             Kind.STORE_GRADIENT: self.store_gradient,
@@ -89,12 +90,16 @@ class Operations:
             passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m])
             return
         hidden = passing[f"hidden.{block}.{m}"]
-        output, saved = self.templates.forward(block, weights, hidden, cast(SaveLevel, operation.level))
+        kept = f"hidden.{block}.{m}" not in operation.releases  # for the backward: it waits with its input
+        # What is dropped at once costs compiled layers another compilation, and eager ones nothing.
+        level = cast(SaveLevel, operation.level if kept or self.templates.compiled else "input")
+        output, saved = self.templates.forward(block, weights, hidden, level)
         del hidden
         passing[f"hidden.{block + 1}.{m}"] = output
         # At level `input` this is the input and, compiled, a graph over it: it costs no bytes of its own.
-        if f"hidden.{block}.{m}" not in operation.releases:
+        if kept:
             passing[f"saved.{block}.{m}"] = saved
+        del saved
         self._release(operation)
 
     def recompute(self, operation: Operation) -> None:
@@ -124,6 +129,21 @@ class Operations:
             memory.loss.add_(loss_sum)
         if operation.writes_to(f"grad_hidden.{block}.{m}"):
             memory.passing[f"grad_hidden.{block}.{m}"] = grad_hidden
+        self._release(operation)
+
+    def evaluate(self, operation: Operation) -> None:
+        memory, block, m = self.memory, operation.block, operation.micro_batch
+        loss_sum = self.head.loss(
+            memory.plane(f"device.weights.{block}", block),
+            memory.plane("device.weights.0", 0) if self.model.tied_embeddings else None,
+            memory.passing[f"hidden.{block}.{m}"],
+            memory.tokens[1, m],
+            chunk_tokens=self.policy.head_chunk_tokens,
+        )
+        if operation.first:
+            memory.loss.copy_(loss_sum)
+        else:
+            memory.loss.add_(loss_sum)
         self._release(operation)
 
     def backward(self, operation: Operation) -> None:
@@ -158,6 +178,9 @@ class Operations:
         accumulator = memory.plane(operation.source("gradient_sum"), block)
         if block == 0 and self.model.tied_embeddings:
             accumulator.add_(memory.plane("device.accumulator.tied", 0))
+        for tensor in self.model.block(block).tensors:
+            if tensor.frozen:  # the norm is that of what is trained
+                tensor_view(accumulator, tensor).zero_()
         finish_gradient(
             accumulator,
             memory.plane(operation.target("gradient."), block),

@@ -101,7 +101,7 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
 
 
 def admissible(c: Coefficients, decisions: Decisions) -> Decisions:
-    """The decisions with nothing said of frozen blocks that does not exist: optimizers, and levels below all gradients."""
+    """The decisions without what frozen blocks do not have: optimizers, and levels below the lowest gradient."""
     if all(c.edges_trained) and c.trained_kinds == c.kinds:
         return decisions
     levels = {key: count for key, count in decisions.levels.items() if key[0] in c.backward_kinds}

@@ -18,11 +18,11 @@ Weights that stream are loaded `prefetch_depth` visits ahead into slots. A slot 
 top layers are not loaded again at the turn from forward to backward.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from simulator.dependencies import derive_waits
+from simulator.dependencies import derive_repeated_waits, derive_waits
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
 from simulator.placement import Placement, batch_bytes, place
@@ -57,6 +57,55 @@ def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
     return StepProgram(first=first, steady=steady, drain=drain, buffers=buffers)
 
 
+def build_evaluation(model: ModelSpec, workload: Workload, policy: Policy) -> Program:
+    """A batch's forward and loss, in the micro-batches and groups of a step, on the buffers of `build`'s programs.
+
+    It changes no weight and leaves no gradient: layer inputs are let go of at once, and streamed weights come once a
+    group. It follows a drain that has finished, or itself. Raises as `build` does.
+    """
+    check_policy(policy, model, workload)
+    placement = place(model, workload, policy)
+    buffers = {**placement.buffers, **_passing_buffers(model, workload, policy)}
+    return Program("evaluation", derive_repeated_waits(list(_evaluate(model, policy, placement))), buffers)
+
+
+def _evaluate(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
+    micro_batches = _micro_batches(policy.groups)
+    sequence = [Visit("forward", group, block) for group in range(len(policy.groups)) for block in model.layers]
+    slots, loads_at = _loads(sequence, policy, len(placement.slots))
+    for index, visit in enumerate(sequence):
+        group = micro_batches[visit.group]
+        if visit.block == 1:
+            yield from (_load_batch(m, visit.group) for m in group)
+            yield from (_embed(m, visit.group) for m in group)
+        yield from _loads_before(index, sequence, slots, loads_at)
+        weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
+        for m in group:
+            operation = _layer_operation(visit, m, weights, policy, placement)
+            hidden, output = f"hidden.{visit.block}.{m}", _same(f"hidden.{visit.block + 1}.{m}")
+            yield replace(operation, writes=(output,), releases=(hidden,))
+        if visit.block == model.num_layers:
+            yield from (_evaluate_loss(model, m, visit.group) for m in group)
+    yield Operation(
+        "report", Kind.REPORT, Resource.COMPUTE, reads=(_same("device.loss"),), writes=(_same("host.report"),)
+    )
+
+
+def _evaluate_loss(model: ModelSpec, m: int, group: int) -> Operation:
+    head, total = model.head, (_same("device.loss"),)
+    hidden, batch = _same(f"hidden.{head}.{m}"), _same(f"batch.{m}")
+    return Operation(
+        f"evaluate.{m}", Kind.EVALUATE, Resource.COMPUTE, head, m, group, first=m == 0,
+        reads=(*_head_weights(model), hidden, batch, *_added(total, m)), writes=total,
+        releases=(hidden.buffer, batch.buffer),
+    )  # fmt: skip
+
+
+def _head_weights(model: ModelSpec) -> list[Access]:
+    weights = [Access(f"device.weights.{model.head}", f"weights.{model.head}")]
+    return [*weights, Access("device.weights.0", "weights.0")] if model.tied_embeddings else weights
+
+
 def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
     """The passages of groups through layers, in the order of one step."""
     found = []
@@ -73,12 +122,11 @@ def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
     return found
 
 
-def slot_loads(model: ModelSpec, policy: Policy, num_slots: int) -> tuple[list[int], list[int]]:
+def slot_loads(sequence: Sequence[Visit], policy: Policy, num_slots: int) -> tuple[list[int], list[int]]:
     """For each visit the slot it reads (-1: resident), and the visit before which its load is issued (-1: no load).
 
     Loads look `prefetch_depth` visits ahead. The slot given up is the one whose content is needed last.
     """
-    sequence = visits(model, policy)
     streamed = [index for index, visit in enumerate(sequence) if policy.weight_homes[visit.block] == "host"]
     uses: dict[int, list[int]] = {}
     for index in reversed(streamed):
@@ -102,6 +150,24 @@ def slot_loads(model: ModelSpec, policy: Policy, num_slots: int) -> tuple[list[i
     return slots, issue
 
 
+def _loads(sequence: Sequence[Visit], policy: Policy, num_slots: int) -> tuple[list[int], dict[int, list[int]]]:
+    """For each visit the slot it reads; and the visits whose loads are issued before a visit."""
+    slots, issue = slot_loads(sequence, policy, num_slots)
+    loads_at: dict[int, list[int]] = {}
+    for index, at in enumerate(issue):
+        if at >= 0:
+            loads_at.setdefault(at, []).append(index)
+    return slots, loads_at
+
+
+def _loads_before(
+    index: int, sequence: Sequence[Visit], slots: Sequence[int], loads_at: Mapping[int, list[int]]
+) -> Iterator[Operation]:
+    for ready in loads_at.get(index, []):
+        visit = sequence[ready]
+        yield _load_weights(f"device.slot.{slots[ready]}", visit.block, f"{visit.phase}.{visit.group}")
+
+
 def _next_use(block: int | None, uses: dict[int, list[int]]) -> float:
     return uses[block][-1] if block is not None and uses[block] else float("inf")
 
@@ -110,11 +176,7 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
     if pending:
         yield from _updates(model, policy, placement)
     sequence = visits(model, policy)
-    slots, issue = slot_loads(model, policy, len(placement.slots))
-    loads_at: dict[int, list[int]] = {}
-    for index, at in enumerate(issue):
-        if at >= 0:
-            loads_at.setdefault(at, []).append(index)
+    slots, loads_at = _loads(sequence, policy, len(placement.slots))
     # Resident weights that the host has updated come back in the first group's forward, in order of need.
     returning = [block for block in range(model.num_blocks) if pending and _returns(policy, block)]
     micro_batches = _micro_batches(policy.groups)
@@ -128,11 +190,7 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
             yield _load_resident(returning.pop(0))
         if opens_group:
             yield from (_embed(m, visit.group) for m in group)
-        for ready in loads_at.get(index, []):
-            block = sequence[ready].block
-            yield _load_weights(
-                f"device.slot.{slots[ready]}", block, f"{sequence[ready].phase}.{sequence[ready].group}"
-            )
+        yield from _loads_before(index, sequence, slots, loads_at)
         weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
         for m in group:
             yield _layer_operation(visit, m, weights, policy, placement)
@@ -219,17 +277,14 @@ def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placeme
 def _loss(model: ModelSpec, m: int, group: int, placement: Placement) -> Operation:
     head = model.head
     hidden = _same(f"hidden.{head}.{m}")
-    weights = [Access(f"device.weights.{head}", f"weights.{head}")]
     totals = (*_gradient_sums(placement, head), _same("device.loss"))
-    if model.tied_embeddings:
-        weights.append(Access("device.weights.0", "weights.0"))
     if placement.tied_accumulator:
         totals = (*totals, _same(placement.tied_accumulator))
     batch = _same(f"batch.{m}")
     downstream = () if placement.lowest == head else (_same(f"grad_hidden.{head}.{m}"),)
     return Operation(
         f"loss.{m}", Kind.LOSS, Resource.COMPUTE, head, m, group, first=m == 0,
-        reads=(*weights, hidden, batch, *_added(totals, m)), writes=(*downstream, *totals),
+        reads=(*_head_weights(model), hidden, batch, *_added(totals, m)), writes=(*downstream, *totals),
         releases=(hidden.buffer, *([batch.buffer] if placement.lowest else [])),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ profile where nothing was measured. `Pricing.origins` says which operations got 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import numpy
@@ -104,7 +105,7 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
         return ".".join([*parts, *([operation.level] if operation.level else []), tokens])
     if operation.kind is Kind.RECOMPUTE:
         return ".".join(["forward", *parts[1:], "input", tokens])
-    if operation.kind is Kind.LOSS:
+    if operation.kind in (Kind.LOSS, Kind.EVALUATE):
         return ".".join([*parts, str(policy.head_chunk_tokens), tokens])
     if operation.kind is Kind.UPDATE:
         return ".".join([*parts, operation.resource.value, policy.gradient_format, policy.state_format])
@@ -143,7 +144,6 @@ class Pricing:
         self.compute_beside_copies = costs.compute_beside_copies if costs is not None else 1.0
         self.tokens = policy.micro_batch_rows * workload.sequence_length
         self.origins: dict[str, str] = {}  # operation key -> measured | interpolated | roofline
-        self._whole: Pricing | None = None  # prices where nothing is frozen
         self._prices: dict[str, Price] = {}
         self._kept_bytes: dict[str, int] = {}  # by operation key of the forward
 
@@ -184,7 +184,7 @@ class Pricing:
         return f"{self.policy.micro_batch_rows}x{self.workload.sequence_length}"
 
     def _price(self, key: str, operation: Operation) -> Price:
-        measured = self._measured(key, operation) or self._measured_unfrozen(key, operation)
+        measured = self._measured(key, operation) or self._measured_like(key, operation)
         seconds = measured.seconds if measured is not None else self._roofline_seconds(operation)
         self.origins[key] = "roofline" if measured is None else "measured" if key in self.entries else "interpolated"
         transient = None if measured is None else measured.transient_bytes
@@ -216,19 +216,30 @@ class Pricing:
                 transient = round(transient * here / max(1, there._roofline_transient_bytes(operation)))
         return MeasuredCost(seconds=seconds, transient_bytes=transient, source="interpolated over rows")
 
-    def _measured_unfrozen(self, key: str, operation: Operation) -> MeasuredCost | None:
-        """For a frozen block's backward: that of the block as measured whole, scaled as the rooflines of the two are."""
-        if "trains_" not in key:
+    def _measured_like(self, key: str, operation: Operation) -> MeasuredCost | None:
+        """What does a part of a measured operation's work: its cost, scaled as the rooflines of the two are.
+
+        A frozen block's backward is a part of the whole block's, and an evaluation's loss of the loss with gradients.
+        """
+        whole, like = self, operation
+        if operation.kind is Kind.EVALUATE:
+            like = replace(operation, kind=Kind.LOSS)
+        elif "trains_" not in key:
             return None
-        if self._whole is None:
-            self._whole = Pricing(unfrozen(self.model), self.workload, self.policy, self.hardware)
-            self._whole.entries = self.entries
-        whole = self._whole
-        found = whole._measured(operation_key(operation, whole.model, self.workload, self.policy), operation)
+        if self.model.num_trained_parameters < self.model.num_parameters:
+            whole = self._unfrozen
+        found = whole._measured(operation_key(like, whole.model, self.workload, self.policy), like)
         if found is None:
             return None
-        share = self._roofline_seconds(operation) / whole._roofline_seconds(operation)
-        return found.model_copy(update={"seconds": found.seconds * share, "source": "scaled from the unfrozen block"})
+        share = self._roofline_seconds(operation) / whole._roofline_seconds(like)
+        return found.model_copy(update={"seconds": found.seconds * share, "source": f"scaled from {like.kind.value}"})
+
+    @cached_property
+    def _unfrozen(self) -> "Pricing":
+        """The same prices where nothing is frozen."""
+        whole = Pricing(unfrozen(self.model), self.workload, self.policy, self.hardware)
+        whole.entries = self.entries
+        return whole
 
     def _kept_at_rows(self, key: str) -> int | None:
         """Kept bytes are in proportion to rows."""
@@ -296,6 +307,10 @@ class Pricing:
                 if self._projection_trained:
                     passes, num_bytes = passes + 1, num_bytes + a_sum * sums
                 return passes * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
+            case Kind.EVALUATE:
+                rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
+                num_bytes = (4 if self._fused_loss else 10) * self.tokens * model.vocab_size
+                return formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
             case Kind.FINISH_GRADIENT:
                 return launch + elements * (width.accumulator + completed) / hbm
             case Kind.UPDATE:
@@ -375,7 +390,7 @@ class Pricing:
             case Kind.BACKWARD if operation.block in model.layers:
                 recomputed = self._roofline_kept_bytes("keep") if operation.level != "keep" else 0
                 return layer + recomputed + model.block(operation.block).num_elements * width
-            case Kind.LOSS:
+            case Kind.LOSS | Kind.EVALUATE:
                 chunk = min(self.policy.head_chunk_tokens, self.tokens)
                 hidden = 4 * self.tokens * model.hidden_size * width
                 if self._fused_loss:

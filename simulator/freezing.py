@@ -40,6 +40,18 @@ def unfrozen(model: ModelSpec) -> ModelSpec:
     return freeze(model, ())
 
 
+def frozen_patterns(model: ModelSpec) -> tuple[str, ...]:
+    """Patterns that freeze what is frozen here: one for a layer that is frozen as a whole, else names."""
+    found: list[str] = []
+    for block in range(model.num_blocks):
+        prefix = model.block_prefix(block)
+        if block in model.layers and not model.block(block).trained:
+            found.append(f"{prefix}*")
+        else:
+            found += [prefix + tensor.name for tensor in model.block(block).tensors if tensor.frozen]
+    return tuple(found)
+
+
 def parameter_names(model: ModelSpec) -> list[str]:
     """transformers' name of every parameter, in the order of the blocks."""
     return [

@@ -39,12 +39,9 @@ class TensorSpec(Schema):
     name: str
     shape: tuple[int, ...]
     offset: int
-    frozen: bool = False  # never updated; simulator/freezing.py sets it
-
-    @pydantic.model_serializer(mode="wrap")
-    def _as_before(self, write: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A model of which nothing is frozen keeps the content, and so the hash, that it had before there was freezing.
-        return _without(write(self), "frozen", unless=self.frozen)
+    # Never updated; simulator/freezing.py sets it. Left out where it is not, so that hashes of models without frozen
+    # tensors are what they were before there was freezing.
+    frozen: bool = pydantic.Field(default=False, exclude_if=lambda frozen: not frozen)
 
     @property
     def num_elements(self) -> int:
@@ -61,11 +58,8 @@ class BlockSpec(Schema):
     kind: BlockKind
     variant: str
     tensors: tuple[TensorSpec, ...]
-    forward_only: bool = False  # nothing in it or below it is trained, so no gradient passes through it
-
-    @pydantic.model_serializer(mode="wrap")
-    def _as_before(self, write: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without(write(self), "forward_only", unless=self.forward_only)
+    # Nothing in it or below it is trained, so no gradient passes through it.
+    forward_only: bool = pydantic.Field(default=False, exclude_if=lambda forward_only: not forward_only)
 
     @property
     def trained(self) -> bool:
@@ -310,10 +304,6 @@ def _block_spec(kind: BlockKind, variant: str, shapes: dict[str, tuple[int, ...]
         tensors.append(TensorSpec(name=name, shape=shape, offset=offset))
         offset = _aligned(offset + math.prod(shape))
     return BlockSpec(kind=kind, variant=variant, tensors=tuple(tensors))
-
-
-def _without(content: dict[str, Any], key: str, *, unless: bool) -> dict[str, Any]:
-    return content if unless else {name: value for name, value in content.items() if name != key}
 
 
 def _aligned(num_elements: int) -> int:

@@ -38,7 +38,10 @@ def plain_train(
     cast: Callable[[Tensor], Tensor] = lambda master: master,
     frozen: Collection[str] = (),
 ) -> PlainRun:
-    """Train all parameters but the `frozen` ones on `batches` of (tokens, labels) [rows, sequence]; labels are shifted already, -100 does not count."""
+    """Train all parameters but the `frozen` ones on `batches` of (tokens, labels) [rows, sequence].
+
+    Labels are shifted already, -100 does not count.
+    """
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), dtype=dtype, attn_implementation="sdpa"
     ).train()
