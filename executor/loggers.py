@@ -78,8 +78,8 @@ class WeightsAndBiases:
     """A run of wandb, kept in the run directory's `wandb/`; on the network only where the user has a key or says so."""
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        self._run = wandb.init(
+        self._wandb = wandb = importlib.import_module("wandb")
+        self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=directory.resolve().name, dir=str(directory),
             config=settings, mode=wandb_mode(os.environ), settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
@@ -89,6 +89,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # its service writes behind: what is not on disk by now would come after our end
 
 
 class Trackio:

@@ -1,4 +1,4 @@
-"""Loggers: the real packages, without a prompt and without a network; and what happens where one is missing or fails."""
+"""Loggers: the real packages, without prompt or network; and what happens where one is missing or fails."""
 
 import importlib
 import socket
