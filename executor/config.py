@@ -82,8 +82,8 @@ class TrainConfig(Schema):
     betas: tuple[
         Annotated[float, pydantic.Field(ge=0, lt=1)],
         Annotated[float, pydantic.Field(ge=0, lt=1)],
-    ] = (0.9, 0.999)
-    epsilon: float = pydantic.Field(default=1e-8, gt=0)
+    ] = (0.9, 0.999)  # how slowly the two moments forget
+    epsilon: float = pydantic.Field(default=1e-8, gt=0)  # beside the root of the second moment
     max_grad_norm: float = pydantic.Field(default=1.0, gt=0)  # of all trained parameters together
     freeze: Patterns = ()  # parameters that are not trained, as globs: model.layers.0.*, *.bias
 
@@ -96,24 +96,24 @@ class TrainConfig(Schema):
     # The run
     max_steps: Count | None = None  # None: once through the data, or num_epochs
     num_epochs: float | None = pydantic.Field(default=None, gt=0)  # in place of max_steps; may be a fraction
-    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)  # of the order of rows, and of random weights
     log_every: Count = 1  # steps between lines on the console; metrics.jsonl has every step
     loggers: Loggers = ()  # where metrics go as well: tensorboard, wandb, trackio
     save_every: Count | None = None  # steps between checkpoints; None: one at the end
-    keep_checkpoints: Count = 2
+    keep_checkpoints: Count = 2  # the newest ones; earlier ones are removed
     resume: Name = "never"  # "never"; "auto": the newest whole checkpoint in output, if any; or a checkpoint's path
 
     # Numbers
-    precision: Precision = "bf16"
-    gradient_format: GradientFormat = "fp32"
+    precision: Precision = "bf16"  # of weights and activations; the master is fp32 in bf16 runs too
+    gradient_format: GradientFormat = "fp32"  # of completed gradients; sums are fp32 whatever it is
     state_format: StateFormat | Literal["auto"] = "fp32"  # auto: the planner may choose
-    clipping: Clipping = "global"
+    clipping: Clipping = "global"  # by the norm of all gradients, of each layer's alone, or not at all
     compiled: bool | Literal["auto"] = "auto"  # auto: on a GPU
 
     # Limits of the plan; None: what the hardware has
-    device_memory: Memory | None = None
-    host_memory: Memory | None = None
-    nvme_memory: Size = 0
+    device_memory: Memory | None = None  # of the GPU
+    host_memory: Memory | None = None  # of the process and its children
+    nvme_memory: Size = 0  # of the disk, for state: not built yet
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
