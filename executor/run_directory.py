@@ -40,9 +40,9 @@ class Run:
     name: str
     record: RunRecord
     metrics: tuple[dict[str, Any], ...] = ()
-    evaluations: tuple[dict[str, Any], ...] = ()
     predicted: Timeline | None = None
     measured: Timeline | None = None
+    evaluations: tuple[dict[str, Any], ...] = ()
 
 
 def holds_run(directory: Path | str) -> bool:
