@@ -170,6 +170,8 @@ class TrainConfig(Schema):
                     yield f"{key}: there is nothing to evaluate on; set eval_data or eval_fraction"
         elif self.early_stop_patience is not None and self.eval_every is None:
             yield "early_stop_patience: counts evaluations during the run; set eval_every"
+        if self.eval_data == SYNTHETIC_DATA:
+            yield "eval_data: synthetic data has no end; name a file or a folder"
         if self.eval_fraction is not None and self.data == SYNTHETIC_DATA:
             yield "eval_fraction: synthetic data has no end, so no part of it; leave eval_fraction out"
 

@@ -161,7 +161,8 @@ class Run:
             self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
             self.steps_applied = progress.applied_steps
             earlier = load_lines(self.directory / EVALUATIONS)
-            self.eval_losses = [row["eval_loss"] for row in earlier if row["step"] < progress.step]
+            losses = [row["eval_loss"] for row in earlier if row["step"] < progress.step]
+            self.eval_losses = [math.nan if loss is None else loss for loss in losses]  # null: it was not finite
             self.say(f"resumed from {self.resume_from} after {progress.step} steps")
             return
         if self.model_folder is not None:

@@ -225,6 +225,7 @@ def test_anchors_and_merges_work(tmp_path: Path) -> None:
         ("{max_steps: 9, num_epochs: 2}", "max_steps and num_epochs: both say how long the run is"),
         ("{warmup_steps: 2, warmup_ratio: 0.1}", "warmup_steps and warmup_ratio: both say how long the warm-up is"),
         ("{eval_data: a, eval_fraction: 0.1}", "eval_data and eval_fraction: both say what to evaluate on"),
+        ("eval_data: synthetic", "eval_data: synthetic data has no end"),
         ("eval_every: 5", "eval_every: there is nothing to evaluate on"),
         ("{eval_data: a, early_stop_patience: 2}", "early_stop_patience: counts evaluations during the run; set"),
         ("{data: synthetic, max_steps: 2, eval_fraction: 0.1}", "eval_fraction: synthetic data has no end"),

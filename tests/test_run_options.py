@@ -134,6 +134,25 @@ def test_a_run_stops_early_when_evaluations_stop_improving_and_stays_stopped(
     assert len(again.metrics) == len(found.metrics)
 
 
+def test_patience_counts_evaluations_from_before_a_resume(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    choices: dict[str, Any] = {"max_steps": 6, "save_every": 2, "eval_data": str(text), "eval_every": 2}
+    run(run_config(text, tmp_path / "run", **choices), planned, model)
+    path = tmp_path / "run" / "evaluations.jsonl"
+    # As if the first two had been better than all that follows, the second not finite.
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["eval_loss"], rows[1]["eval_loss"] = 0.0, None
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    config = run_config(text, tmp_path / "run", resume=str(checkpoint), early_stop_patience=2, **choices)
+    said: list[str] = []
+    found = run(config, planned, model, said.append)
+    assert [row["step"] for row in found.evaluations] == [1, 3, 5]
+    assert not found.evaluations[-1]["improved"]
+    assert any("stopped early" in line for line in said)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_loggers_of_a_run(tmp_path: Path, text: Path, model: ModelSpec, planned: Plan) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
