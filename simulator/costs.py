@@ -71,6 +71,12 @@ class OperationCosts(Schema):
             update={"entries": {**self.entries, **entries}, "folded_runs": (*self.folded_runs, *runs)}
         )
 
+    @property
+    def measured_levels(self) -> frozenset[str]:
+        """Save levels of which a layer's backward was measured."""
+        keys = (key.split(".") for key in self.entries if key.startswith(f"{Kind.BACKWARD.value}.layer."))
+        return frozenset(parts[-2] for parts in keys)
+
 
 def _first(pair: tuple[int, MeasuredCost]) -> int:
     return pair[0]
