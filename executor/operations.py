@@ -43,7 +43,7 @@ class Operations:
         host_threads: int,
     ) -> None:
         self.model, self.policy, self.memory, self.templates = model, policy, memory, templates
-        self.head = HeadTemplate(templates.final_norm, model, precision=memory.precision)
+        self.head = HeadTemplate(templates.final_norm, model, precision=memory.precision, logit_cap=templates.logit_cap)
         self.optimization = optimization
         gradient_dtype = plane_dtype("gradient", memory.precision, memory.gradient_format)
         assert gradient_dtype is not None
@@ -85,10 +85,16 @@ class Operations:
         block, m, passing = operation.block, operation.micro_batch, self.memory.passing
         weights = self.memory.plane(operation.source("weights"), block)
         if block == 0:
-            passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m])
+            documents = None
+            if self.templates.packed:
+                documents = self.templates.documents(self.memory.tokens[2, m], bound=self.memory.document_bounds[m])
+                passing[f"batch.{m}"] = documents
+            passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m], documents)
             return
         level = self.policy.save_levels[block - 1]
-        output, saved = self.templates.forward(block, weights, passing[f"hidden.{block}.{m}"], level)
+        output, saved = self.templates.forward(
+            block, weights, passing[f"hidden.{block}.{m}"], level, passing.get(f"batch.{m}")
+        )
         passing[f"hidden.{block + 1}.{m}"] = output
         # At level `input` this is the input and, compiled, a graph over it: it costs no bytes of its own.
         if self.policy.kept_input(block):
@@ -99,7 +105,7 @@ class Operations:
         block, m, passing = operation.block, operation.micro_batch, self.memory.passing
         weights = self.memory.plane(operation.source("weights"), block)
         passing[f"hidden.{block + 1}.{m}"], _ = self.templates.forward(
-            block, weights, passing[f"hidden.{block}.{m}"], "input"
+            block, weights, passing[f"hidden.{block}.{m}"], "input", passing.get(f"batch.{m}")
         )
 
     def loss(self, operation: Operation) -> None:
@@ -128,8 +134,9 @@ class Operations:
         passing = memory.passing
         upstream = passing[f"grad_hidden.{block + 1}.{m}"]
         accumulator = memory.plane(operation.target("gradient_sum"), block)
+        documents = passing.get(f"batch.{m}")  # of packed rows only
         if block == 0:
-            self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, first=operation.first)
+            self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, documents, first=operation.first)
         else:
             hidden = passing.pop(f"hidden.{block}.{m}")
             kept = passing.pop(f"saved.{block}.{m}", hidden)
@@ -137,7 +144,7 @@ class Operations:
             weights = memory.plane(operation.source("weights"), block)
             views = list(tensor_views(self.model.block(block), accumulator).values())
             passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(
-                block, weights, kept, upstream, views, first=operation.first
+                block, weights, kept, upstream, views, first=operation.first, documents=documents
             )
             accumulate(accumulator, views, gradients, first=operation.first)
         del upstream

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
-from simulator.placement import batch_bytes, place
+from simulator.placement import micro_batch_bytes, place
 from simulator.policy import (
     EAGER_SAVE_LEVELS,
     HEAD_CHUNK_TOKENS,
@@ -132,7 +132,7 @@ class Coefficients:
 
     @property
     def micro_batch_bytes(self) -> int:
-        return batch_bytes(self.outline.micro_batch_rows * self.workload.sequence_length)
+        return micro_batch_bytes(self.model, self.workload, self.outline.micro_batch_rows)
 
     @cached_property
     def fixed_compute_seconds(self) -> float:

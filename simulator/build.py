@@ -16,13 +16,13 @@ top layers are not loaded again at the turn from forward to backward.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from simulator.dependencies import derive_waits
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
-from simulator.placement import Placement, batch_bytes, place
+from simulator.placement import Placement, micro_batch_bytes, place
 from simulator.policy import Policy, Workload, check_policy
 from simulator.program import Access, Buffer, Kind, Operation, Program, Resource, Role, StepProgram, Tier
 
@@ -49,6 +49,10 @@ def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
         "steady": list(_step(model, policy, placement, pending=delayed)),
         "drain": list(_drain(model, policy, placement)) if delayed else [],
     }
+    if workload.packed:
+        orders = {
+            variant: [_knowing_documents(operation, model) for operation in orders[variant]] for variant in orders
+        }
     programs = derive_waits(orders)
     first, steady, drain = (Program(variant, programs[variant], buffers) for variant in orders)
     return StepProgram(first=first, steady=steady, drain=drain, buffers=buffers)
@@ -152,6 +156,13 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
     yield Operation(
         "report", Kind.REPORT, Resource.COMPUTE, reads=(_same("device.loss"), *norms), writes=(_same("host.report"),)
     )
+
+
+def _knowing_documents(operation: Operation, model: ModelSpec) -> Operation:
+    """In packed rows a layer reads the batch too: where each document begins."""
+    if operation.block not in model.layers or operation.micro_batch < 0:
+        return operation
+    return replace(operation, reads=(*operation.reads, _same(f"batch.{operation.micro_batch}")))
 
 
 def _micro_batches(groups: tuple[int, ...]) -> list[range]:
@@ -303,10 +314,11 @@ def _added(total: Access, m: int) -> tuple[Access, ...]:
 def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> dict[str, Buffer]:
     """Buffers that live within a step: batches, layer inputs, what layers save, gradients of layer inputs."""
     tokens = policy.micro_batch_rows * workload.sequence_length
+    rows_bytes = micro_batch_bytes(model, workload, policy.micro_batch_rows)
     hidden_bytes = tokens * model.hidden_size * PRECISIONS[workload.precision].weight
     found = []
     for m in range(policy.num_micro_batches):
-        found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, batch_bytes(tokens), -1, m, False))
+        found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, rows_bytes, -1, m, False))
         for block in range(1, model.num_blocks):
             found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, hidden_bytes, block, m, False))
             found.append(

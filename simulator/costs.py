@@ -15,6 +15,7 @@ from simulator.errors import InputError
 from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
 from simulator.hardware import HardwareProfile, LinkDirection
 from simulator.model import ModelSpec
+from simulator.placement import batch_bytes
 from simulator.policy import SAVE_LEVELS, Policy, Workload
 from simulator.program import Buffer, Kind, Operation, Resource, Role
 from simulator.replay import Price, Sharing
@@ -283,7 +284,7 @@ class Pricing:
             case Kind.STORE_GRADIENT:
                 return self._link_seconds("d2h", elements * completed)
             case Kind.LOAD_BATCH:
-                return self._link_seconds("h2d", self.tokens * 16)
+                return self._link_seconds("h2d", batch_bytes(self.tokens, packed=self.workload.packed) - 8)
             case _:
                 return 4 * launch
 
@@ -298,7 +299,9 @@ class Pricing:
     def _layer_forward_seconds(self, block: int) -> float:
         model, hardware, precision = self.model, self.hardware, self.workload.precision
         matmul = formulas.layer_matmul_flops(model, block, self.tokens)
-        attention = formulas.layer_attention_flops(model, self.policy.micro_batch_rows, self.workload.sequence_length)
+        attention = formulas.layer_attention_flops(
+            model, block, self.policy.micro_batch_rows, self.workload.sequence_length
+        )
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "forward")
@@ -310,7 +313,7 @@ class Pricing:
         model, hardware, precision = self.model, self.hardware, self.workload.precision
         matmul = 2 * formulas.layer_matmul_flops(model, block, self.tokens)
         rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
-        attention = 2 * formulas.layer_attention_flops(model, rows, sequence_length)
+        attention = 2 * formulas.layer_attention_flops(model, block, rows, sequence_length)
         accumulate = 10 * model.block(block).num_elements / hardware.hbm_bytes_per_second.value
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)

@@ -4,6 +4,7 @@
 input embedding counted too although looking it up costs nothing. Attention is left out; `attention_flops` adds it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from simulator.model import ModelSpec
@@ -15,19 +16,33 @@ def tflops(model: ModelSpec, tokens: int, seconds: float) -> float:
 
 
 def tflops_with_attention(model: ModelSpec, tokens: int, seconds: float, document_lengths: Sequence[int]) -> float:
-    """6 N T plus causal attention, forward and backward: 6 L heads head_dim sum(s^2) over the documents of a step."""
+    """6 N T plus causal attention, forward and backward: 6 L heads head_dim sum(s^2) over the documents of a step.
+
+    Layers with a window count the pairs within it only.
+    """
     return tflops(model, tokens, seconds) + 3 * attention_flops(model, document_lengths) / seconds / 1e12
 
 
 def attention_flops(model: ModelSpec, document_lengths: Sequence[int]) -> float:
-    """FLOPs of causal attention in the forward of all layers: 2 L heads head_dim sum(s^2); the backward takes twice."""
-    squares = sum(length * length for length in document_lengths)
-    return 2.0 * model.num_layers * model.num_heads * model.head_dim * squares
+    """FLOPs of causal attention in the forward of all layers: 2 L heads head_dim sum(s^2); the backward takes twice.
+
+    A layer with a window of w tokens does s^2 - (s - w)^2 of a longer document's s^2: pairs farther apart are left out.
+    """
+    windows = Counter(model.block(layer).window for layer in model.layers)
+    pairs = sum(count * _pairs(length, window) for window, count in windows.items() for length in document_lengths)
+    return 2.0 * model.num_heads * model.head_dim * pairs
 
 
-def layer_attention_flops(model: ModelSpec, rows: int, sequence_length: int) -> float:
+def layer_attention_flops(model: ModelSpec, block: int, rows: int, sequence_length: int) -> float:
     """Forward FLOPs of causal attention in one layer for `rows` rows."""
-    return 2.0 * model.num_heads * model.head_dim * rows * sequence_length**2
+    pairs = _pairs(sequence_length, model.block(block).window)
+    return 2.0 * model.num_heads * model.head_dim * rows * pairs
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Twice the pairs of query and key, half the diagonal counted as everywhere in this formula."""
+    beyond = 0 if window is None else max(0, length - window)
+    return length**2 - beyond**2
 
 
 def layer_matmul_flops(model: ModelSpec, block: int, tokens: int) -> float:
