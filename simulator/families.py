@@ -39,6 +39,7 @@ class Family:
     capped_scores: str = ""  # config key: attention scores become cap x tanh(score / cap)
     capped_logits: str = ""  # config key: the same for the logits
     norms_start_at: float = 1.0  # Gemma's norms multiply by 1 + weight
+    padding_starts_at_zero: bool = True  # the embedding of the config's padding token
     small_residuals: tuple[str, ...] = ()  # matrices that start smaller by the root of twice the number of layers
     sizes: Mapping[str, str] = field(default_factory=dict)  # the family's own names of sizes
     refused: tuple[tuple[str, str], ...] = ()  # config keys that must be off, and what they would do
@@ -82,6 +83,7 @@ FAMILIES: dict[str, Family] = {
         layers="h",
         norm="ln_f",
         rotary="none",
+        padding_starts_at_zero=False,
         small_residuals=("attn.c_proj.weight", "mlp.c_proj.weight"),
         sizes=_GPT2_SIZES,
         refused=(
@@ -205,7 +207,8 @@ def _reason(config: Mapping[str, Any]) -> str:
     keys = {*config, *vars(config_class), *getattr(config_class, "__annotations__", {})}
     text = getattr(config_class, "sub_configs", {}).get("text_config")
     text_type = getattr(text, "model_type", None)
-    if config.get("is_encoder_decoder") or model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    both = config.get("is_encoder_decoder") or getattr(config_class, "is_encoder_decoder", False) is True
+    if both or model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "it is an encoder and a decoder"
     if any("vision" in key or "audio" in key for key in (*keys, *getattr(config_class, "sub_configs", {}))):
         alone = f" (its text model alone has model_type {text_type!r})" if text_type in FAMILIES else ""
@@ -217,3 +220,41 @@ def _reason(config: Mapping[str, Any]) -> str:
     if any(part in key for key in keys for part in _RECURRENT) or any(part in model_type for part in _RECURRENT):
         return "its layers are recurrent, or a mix of recurrent and attention layers"
     return "no test compares it with transformers' own model yet"
+
+
+def markdown_table() -> str:
+    """The table of families as docs/families.md shows it."""
+    rows = ["| `model_type` | family | what differs from the plain case |", "| --- | --- | --- |"]
+    for model_type, family in sorted(FAMILIES.items()):
+        rows.append(f"| `{model_type}` | {family.title} | {'; '.join(_differences(family)) or 'nothing'} |")
+    return "\n".join(rows) + "\n"
+
+
+def _differences(family: Family) -> list[str]:
+    plain = Family("")
+    names = ("body", "embedding", "positions", "layers", "norm")
+    renamed = [f"`{getattr(family, name)}`" for name in names if getattr(family, name) != getattr(plain, name)]
+    found = [f"modules {', '.join(renamed)}"] if renamed else []
+    if family.positions:
+        found.append("learned positions")
+    if family.rotary != plain.rotary:
+        found.append("no rotary positions" if family.rotary == "none" else f"rotary positions: {family.rotary}")
+    if family.rotary_layers:
+        found.append(f"layers without rotary positions (`{family.rotary_layers}`)")
+    if family.windows != "none":
+        found.append(f"attention in a window: {family.windows}")
+    if family.scaled_embedding:
+        found.append("embedding times the root of the hidden size")
+    if family.capped_scores:
+        found.append(f"capped attention scores (`{family.capped_scores}`)")
+    if family.capped_logits:
+        found.append(f"capped logits (`{family.capped_logits}`)")
+    if family.norms_start_at != plain.norms_start_at:
+        found.append(f"norms start at {family.norms_start_at:g}")
+    if family.small_residuals:
+        found.append("smaller start of residual matrices")
+    if family.sizes:
+        found.append(f"sizes {', '.join(f'`{name}`' for name in family.sizes.values())}")
+    if family.refused:
+        found.append(f"refused when on: {', '.join(f'`{key}`' for key, _ in family.refused)}")
+    return found

@@ -38,8 +38,9 @@ def plain_train(
     cast: Callable[[Tensor], Tensor] = lambda master: master,
 ) -> PlainRun:
     """Train on `batches` of (tokens, labels) [rows, sequence]; labels are shifted already, -100 does not count."""
+    attention = "eager" if config["model_type"] == "gemma2" else "sdpa"  # only eager attention caps scores
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), dtype=dtype, attn_implementation="sdpa"
+        AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention
     ).train()
     named = dict(model.named_parameters())
     assert set(named) == set(weights), set(named) ^ set(weights)
