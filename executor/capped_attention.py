@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Scores of one chunk over all rows and heads: a few tensors of this many elements in fp32 live at a time.
-_CHUNK_ELEMENTS = 2**25
+from simulator.formulas import CAPPED_CHUNK_ELEMENTS
 
 
 class _Chunk(NamedTuple):
@@ -25,7 +24,7 @@ class _Chunk(NamedTuple):
 
 def _chunks(query: Tensor, starts: Tensor | None, window: int | None) -> Iterator[_Chunk]:
     rows, heads, length, _ = query.shape
-    size = max(1, _CHUNK_ELEMENTS // (rows * heads * length))
+    size = max(1, CAPPED_CHUNK_ELEMENTS // (rows * heads * length))
     for begin in range(0, length, size):
         end = min(begin + size, length)
         first = 0 if window is None else max(0, begin - window + 1)

@@ -305,7 +305,7 @@ class Pricing:
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "forward")
-            + self._layer_elementwise_seconds()
+            + self._layer_elementwise_seconds(block)
         )
         return max(seconds, LAUNCHES[self.workload.compiled][0] * hardware.launch_seconds.value)
 
@@ -318,16 +318,19 @@ class Pricing:
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "backward")
-            + BACKWARD_ELEMENTWISE_FACTOR * self._layer_elementwise_seconds()
+            + BACKWARD_ELEMENTWISE_FACTOR * self._layer_elementwise_seconds(block)
             + accumulate
         )
         return max(seconds, LAUNCHES[self.workload.compiled][1] * hardware.launch_seconds.value)
 
-    def _layer_elementwise_seconds(self) -> float:
+    def _layer_elementwise_seconds(self, block: int) -> float:
         width = PRECISIONS[self.workload.precision].weight
         num_bytes = formulas.layer_elementwise_elements(self.model, self.tokens) * width
         # Compiled kernels fuse: about half the traffic of eager ones.
-        return num_bytes / self.hardware.hbm_bytes_per_second.value / (2.0 if self.workload.compiled else 1.0)
+        num_bytes /= 2.0 if self.workload.compiled else 1.0
+        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
+        num_bytes += 4 * formulas.capped_score_accesses(self.model, block, rows, sequence_length)
+        return num_bytes / self.hardware.hbm_bytes_per_second.value
 
     def _roofline_kept_bytes(self, level: str) -> int:
         model = self.model
@@ -339,6 +342,8 @@ class Pricing:
     def _roofline_transient_bytes(self, operation: Operation) -> int:
         model, width = self.model, PRECISIONS[self.workload.precision].weight
         layer = self.tokens * (4 * model.hidden_size + 3 * model.intermediate_size) * width
+        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
+        layer += 6 * 4 * formulas.capped_chunk_elements(model, rows, sequence_length)  # six tensors of scores in fp32
         match operation.kind:
             case Kind.FORWARD | Kind.RECOMPUTE if operation.block in model.layers:
                 return layer

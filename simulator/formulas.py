@@ -7,7 +7,11 @@ input embedding counted too although looking it up costs nothing. Attention is l
 from collections import Counter
 from collections.abc import Sequence
 
+from simulator.families import FAMILIES
 from simulator.model import ModelSpec
+
+# Scores that attention with a cap has at a time, over all rows and heads.
+CAPPED_CHUNK_ELEMENTS = 2**25
 
 
 def tflops(model: ModelSpec, tokens: int, seconds: float) -> float:
@@ -37,6 +41,23 @@ def layer_attention_flops(model: ModelSpec, block: int, rows: int, sequence_leng
     """Forward FLOPs of causal attention in one layer for `rows` rows."""
     pairs = _pairs(sequence_length, model.block(block).window)
     return 2.0 * model.num_heads * model.head_dim * rows * pairs
+
+
+def capped_score_accesses(model: ModelSpec, block: int, rows: int, sequence_length: int) -> float:
+    """Elements of scores in fp32 that the forward of attention with capped scores reads or writes; 0 without a cap.
+
+    Counted from executor/capped_attention.py, whose passes no compiler fuses: 16 a score; its backward takes twice.
+    """
+    if not FAMILIES[model.family].capped_scores:
+        return 0.0
+    return 16 * rows * model.num_heads * _pairs(sequence_length, model.block(block).window) / 2
+
+
+def capped_chunk_elements(model: ModelSpec, rows: int, sequence_length: int) -> int:
+    """Scores of one chunk of queries, of which a few tensors in fp32 live at a time; 0 without a cap."""
+    if not FAMILIES[model.family].capped_scores:
+        return 0
+    return min(CAPPED_CHUNK_ELEMENTS, rows * model.num_heads * sequence_length**2)
 
 
 def _pairs(length: int, window: int | None) -> int:

@@ -56,8 +56,7 @@ def policies(config: dict[str, Any], work: Workload) -> dict[str, Policy]:
     streamed: dict[str, Any] = {"weights": "host", "optimizer": "host"}
     return {
         "kept": uniform(groups=(1, 1, 1)),
-        "streamed": uniform(groups=(2, 1), save_level="input", **streamed),
-        "checkpoints": uniform(groups=(3,), save_level="input", checkpoint_interval=2, **streamed),
+        "streamed": uniform(groups=(2, 1), save_level="input", checkpoint_interval=2, **streamed),
         "mixed levels": uniform(groups=(1, 2), **streamed).model_copy(update={"save_levels": ("input", "keep")}),
     }
 
@@ -70,7 +69,7 @@ def test_every_family_of_the_table_has_a_tiny_config() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_steps_equal_transformers_with_plain_autograd(family: str, tied: bool) -> None:
     config, work = tiny_config(family, tied=tied), workload()
-    weights, batches = random_weights(config, torch.float32), tiny_batches(3)
+    weights, batches = random_weights(config, torch.float32), tiny_batches(2)
     plain = plain_train(
         config, weights, [(b.tokens, b.labels) for b in batches], micro_batch_rows=2, learning_rate=LEARNING_RATE,
         betas=BETAS, epsilon=EPSILON, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, dtype=torch.float32,
