@@ -11,6 +11,7 @@ from tiny_models import TINY_FAMILIES, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from analysis.cli import main
 from executor.huggingface import export, initialise, load_weights, state_sink
 from executor.measure import measure, shallow
 from executor.store import BlockState, tensor_view, zero_state
@@ -327,3 +328,28 @@ def test_the_flops_of_a_window_are_its_pairs(capped: bool) -> None:
 def test_the_table_in_the_docs_is_the_codes() -> None:
     text = (ROOT / "docs/families.md").read_text(encoding="utf-8")
     assert markdown_table() in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_commands_plan_and_replay_every_family(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family)))
+    file = str(tmp_path / "plan.json")
+    made = ["plan", "--model", str(tmp_path), "--hardware", "cpu-2-core", "--precision", "fp32", "--output", file]
+    assert main([*made, "--sequence-length", "16", "--tokens-per-step", "64"]) == 0
+    assert main(["simulate", file]) == 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "smollm3"])
+def test_layers_of_several_kinds_train_end_to_end_into_a_folder(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, vocab_size=257)))
+    (tmp_path / "data.txt").write_text("one two three four five six seven eight nine ten. " * 40)
+    settings = {
+        "model": tmp_path, "data": tmp_path / "data.txt", "output": tmp_path / "run", "sequence_length": 16,
+        "tokens_per_step": 64, "precision": "fp32", "max_steps": 12, "learning_rate": 3e-3,
+        "hardware": "cpu-2-core", "warmup_steps": 1,
+    }  # fmt: skip
+    assert main(["train", *(f"{key}={value}" for key, value in settings.items())]) == 0
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    assert trained.config.model_type == family
