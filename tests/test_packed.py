@@ -157,7 +157,7 @@ def test_every_gradient_is_that_of_the_documents_alone(family: str) -> None:
             kept.append(saved)
         found: list[Tensor] = []
         for block in reversed(model.layers):
-            grad, tensors = used.backward(block, blocks[block], kept.pop(), grad, documents)
+            grad, tensors = used.backward(block, blocks[block], kept.pop(), grad, documents=documents)
             found += tensors
         embedding = torch.full((model.block(0).num_elements,), float("nan"), dtype=torch.float64)
         used.embed_backward(tokens, grad, embedding, documents, first=True)

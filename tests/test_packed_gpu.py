@@ -112,7 +112,7 @@ class _Pair:
         inputs, grad = (part.to(device, templates.dtype) for part in (given, self.grad))
         weights = self.weights[device][block]
         output, saved = templates.forward(block, weights, inputs, level, documents)
-        grad_hidden, gradients = templates.backward(block, weights, saved, grad, documents)
+        grad_hidden, gradients = templates.backward(block, weights, saved, grad, documents=documents)
         return [output, grad_hidden, *gradients]
 
 
@@ -153,7 +153,7 @@ def test_packed_layers_never_wait_and_repeat_themselves(family: str, compiled: b
         with no_waits:
             documents = pair.cuda.documents(positions, bound=32)
             output, saved = pair.cuda.forward(1, pair.weights["cuda"][1], inputs, "keep", documents)
-            grad_hidden, gradients = pair.cuda.backward(1, pair.weights["cuda"][1], saved, grad, documents)
+            grad_hidden, gradients = pair.cuda.backward(1, pair.weights["cuda"][1], saved, grad, documents=documents)
         found = [output, grad_hidden, *gradients]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
