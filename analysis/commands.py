@@ -58,7 +58,7 @@ def measure(arguments: argparse.Namespace) -> int:
     )
     costs = run_measure(
         read_model_config(arguments.model), load_hardware(arguments.hardware), workload,
-        micro_batch_rows=arguments.micro_batch_rows, device=device, report=print,
+        micro_batch_rows=arguments.micro_batch_rows, device=device, levels=arguments.levels, report=print,
     )  # fmt: skip
     costs.save(arguments.output)
     print(f"{len(costs.entries)} operations written to {arguments.output}")

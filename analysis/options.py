@@ -60,6 +60,8 @@ def _probe(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(parser: argparse.ArgumentParser) -> None:
+    from simulator.policy import SAVE_LEVELS
+
     _model_and_hardware(parser)
     parser.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
     parser.add_argument(
@@ -67,6 +69,10 @@ def _measure(parser: argparse.ArgumentParser) -> None:
     )
     _numbers(parser)
     parser.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
+    parser.add_argument(
+        "--levels", metavar="LEVEL", nargs="+", choices=tuple(SAVE_LEVELS), default=[],
+        help=f"save levels to time, of {', '.join(SAVE_LEVELS)}; default: all",
+    )  # fmt: skip
     parser.add_argument(
         "--output", metavar="FILE", type=output_file, default="costs.json", help="costs to write [%(default)s]"
     )

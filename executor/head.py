@@ -6,7 +6,7 @@ tensor outlives its chunk. Log-sum-exp and softmax run in fp32 (fp64 in fp64 run
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from torch.func import functional_call
 
 from executor.layer import ACCUMULATOR_DTYPES, COMPUTE_DTYPES, tensor_views, zero_padding
 from simulator.formats import Precision
-from simulator.model import BlockSpec, ModelSpec
-
-_NORM, _PROJECTION, _EMBEDDING = "model.norm.weight", "lm_head.weight", "embed_tokens.weight"
+from simulator.model import PROJECTION, BlockSpec, ModelSpec
 
 # Elements of logits that are widened to fp32 at a time, and of the projection's gradient formed at a time: they bound
 # the memory beside the chunk's logits to about three times 256 MiB. Rows are independent, so results do not change.
@@ -26,17 +24,21 @@ _SLICE_ELEMENTS = 2**26
 class HeadTemplate:
     """The head of a model as functions of flat weights.
 
-    `norm` is transformers' final norm on the meta device (LayerTemplates.final_norm). Where embeddings are tied, the
+    `norm` is transformers' final norm on the meta device (LayerTemplates.final_norm). `logit_cap` makes logits
+    cap x tanh(logit / cap), in the accumulator's dtype (LayerTemplates.logit_cap). Where embeddings are tied, the
     projection's weight is the embedding's; its gradient then goes to an accumulator apart from the one of the input
     side, so that the order of sums is the same however micro-batches are grouped.
     """
 
-    def __init__(self, norm: nn.Module, model: ModelSpec, *, precision: Precision) -> None:
+    def __init__(
+        self, norm: nn.Module, model: ModelSpec, *, precision: Precision, logit_cap: float | None = None
+    ) -> None:
         self.model = model
         self.dtype = COMPUTE_DTYPES[precision]
         self.accumulator_dtype = ACCUMULATOR_DTYPES[precision]
-        self._norm = norm
+        self._norm, self._logit_cap = norm, logit_cap
         self._head = model.block(model.head)
+        self._norm_names = tuple(tensor.name for tensor in self._head.tensors if tensor.name != PROJECTION)
         self._embedding = model.block(0)
 
     def loss_and_gradients(
@@ -66,16 +68,17 @@ class HeadTemplate:
         tied = self.model.tied_embeddings
         assert (flat_embedding is not None) == tied
         with torch.no_grad():
-            norm_weight, projection = self._weights(flat_head, flat_embedding)
-            norm_sum = self._sum(self._head, head_accumulator, _NORM)
+            norm_weights, projection = self._weights(flat_head, flat_embedding)
+            norm_sums = [self._sum(self._head, head_accumulator, name) for name in self._norm_names]
             if tied:
-                projection_sum = self._sum(self._embedding, embedding_accumulator, _EMBEDDING)
+                projection_sum = self._sum(self._embedding, embedding_accumulator, self.model.embedding.name)
             else:
-                projection_sum = self._sum(self._head, head_accumulator, _PROJECTION)
+                projection_sum = self._sum(self._head, head_accumulator, PROJECTION)
             if first and head_accumulator is not None:
                 zero_padding(self._head, head_accumulator)
             if first and embedding_accumulator is not None:
-                zero_padding(self._embedding, embedding_accumulator)
+                # Padding, and learned positions, whose gradient has no share of the head's.
+                embedding_accumulator[self.model.embedding.num_elements :].zero_()
             if grad_hidden is None:
                 grad_hidden = torch.empty_like(hidden)
             scale = self._scale(loss_scale, hidden.device)
@@ -86,11 +89,11 @@ class HeadTemplate:
                 self._chunk(
                     tokens[chunk],
                     targets[chunk],
-                    norm_weight,
+                    norm_weights,
                     projection,
                     scale,
                     losses=losses[chunk],
-                    norm_sum=norm_sum,
+                    norm_sums=norm_sums,
                     projection_sum=projection_sum,
                     grad_tokens=gradients[chunk],
                     first=first and start == 0,
@@ -108,12 +111,12 @@ class HeadTemplate:
     ) -> Tensor:
         """The sum of the token losses alone, for evaluation: the same number as loss_and_gradients gives."""
         with torch.no_grad():
-            norm_weight, projection = self._weights(flat_head, flat_embedding)
+            norm_weights, projection = self._weights(flat_head, flat_embedding)
             tokens, targets = self._flat(hidden), labels.reshape(-1)
             losses = torch.empty(targets.shape, dtype=self.accumulator_dtype, device=hidden.device)
             for start in range(0, targets.numel(), chunk_tokens):
                 chunk = slice(start, start + chunk_tokens)
-                logits = self._normed(tokens[chunk], norm_weight) @ projection.t()
+                logits = self._normed(tokens[chunk], norm_weights) @ projection.t()
                 self._token_losses(logits, targets[chunk], losses[chunk], with_gradient=False)
                 del logits  # before the next chunk's are made
             return losses.sum()
@@ -122,19 +125,20 @@ class HeadTemplate:
         self,
         tokens: Tensor,
         targets: Tensor,
-        norm_weight: Tensor,
+        norm_weights: Sequence[Tensor],
         projection: Tensor,
         scale: Tensor,
         *,
         losses: Tensor,
-        norm_sum: Tensor | None,
+        norm_sums: Sequence[Tensor | None],
         projection_sum: Tensor | None,
         grad_tokens: Tensor,
         first: bool,
     ) -> None:
-        tokens, norm_weight = tokens.detach().requires_grad_(), norm_weight.detach().requires_grad_()
+        tokens = tokens.detach().requires_grad_()
+        norm_weights = [weight.detach().requires_grad_() for weight in norm_weights]
         with torch.enable_grad():
-            normed_graph = self._normed(tokens, norm_weight)
+            normed_graph = self._normed(tokens, norm_weights)
         normed = normed_graph.detach()
         grad_logits = normed @ projection.t()
         self._token_losses(grad_logits, targets, losses, with_gradient=True)  # turns logits into their gradient
@@ -145,14 +149,16 @@ class HeadTemplate:
         grad_normed = ((grad_logits @ projection) * (counted * scale)).to(normed.dtype)
         if projection_sum is not None:
             _accumulate_product(projection_sum, grad_logits, normed, counted, scale, first=first)
-        grad, grad_norm_weight = torch.autograd.grad((normed_graph,), (tokens, norm_weight), (grad_normed,))
-        if norm_sum is not None:
-            _accumulate(norm_sum, grad_norm_weight, None, first=first)
+        grad, *grad_norms = torch.autograd.grad((normed_graph,), (tokens, *norm_weights), (grad_normed,))
+        for norm_sum, grad_norm in zip(norm_sums, grad_norms, strict=True):
+            if norm_sum is not None:
+                _accumulate(norm_sum, grad_norm, None, first=first)
         grad_tokens.copy_(grad)
 
     def _token_losses(self, logits: Tensor, targets: Tensor, losses: Tensor, *, with_gradient: bool) -> None:
         """Write each token's loss (0 without a label); with_gradient: turn logits into softmax minus one-hot."""
-        kernel = _triton_kernel() if logits.is_cuda and losses.dtype == torch.float32 else None
+        plain = logits.is_cuda and losses.dtype == torch.float32 and self._logit_cap is None
+        kernel = _triton_kernel() if plain else None
         if kernel is not None:
             kernel(logits, targets, losses, with_gradient=with_gradient)
             return
@@ -160,23 +166,33 @@ class HeadTemplate:
         rows = max(1, _SLICE_ELEMENTS // logits.shape[1])
         for start in range(0, logits.shape[0], rows):
             part = slice(start, start + rows)
-            log_softmax = torch.log_softmax(logits[part].to(self.accumulator_dtype), dim=1)
+            values, share = logits[part].to(self.accumulator_dtype), None
+            if self._logit_cap is not None:
+                share = torch.tanh(values / self._logit_cap)
+                values = share * self._logit_cap
+            log_softmax = torch.log_softmax(values, dim=1)
             at_target = log_softmax.gather(1, targets_or_zero[part])
             torch.mul(at_target.squeeze(1).neg(), targets[part] >= 0, out=losses[part])
             if with_gradient:
                 torch.exp(log_softmax, out=logits[part])
                 # p - 1 from the exact log p: in bf16 the difference would lose the digits that matter near p = 1.
                 _write_columns(logits[part], targets_or_zero[part], at_target.expm1().to(logits.dtype))
+                if share is not None:
+                    logits[part].mul_(share.square_().neg_().add_(1))
 
-    def _normed(self, tokens: Tensor, norm_weight: Tensor) -> Tensor:
-        normed: Tensor = functional_call(self._norm, {"weight": norm_weight}, (tokens,))
+    def _normed(self, tokens: Tensor, norm_weights: Sequence[Tensor]) -> Tensor:
+        # The norm's own names of its weights are the last parts of theirs in the model.
+        weights = {name.rpartition(".")[2]: weight for name, weight in zip(self._norm_names, norm_weights, strict=True)}
+        normed: Tensor = functional_call(self._norm, weights, (tokens,))
         return normed
 
-    def _weights(self, flat_head: Tensor, flat_embedding: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _weights(self, flat_head: Tensor, flat_embedding: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """The norm's tensors and the projection's, in weights or in accumulators."""
         views = tensor_views(self._head, flat_head)
+        norms = [views[name] for name in self._norm_names]
         if flat_embedding is None:
-            return views[_NORM], views[_PROJECTION]
-        return views[_NORM], tensor_views(self._embedding, flat_embedding)[_EMBEDDING]
+            return norms, views[PROJECTION]
+        return norms, tensor_views(self._embedding, flat_embedding)[self.model.embedding.name]
 
     def _flat(self, hidden: Tensor) -> Tensor:
         return hidden.view(-1, self.model.hidden_size)

@@ -21,6 +21,7 @@ from executor.planes import split_planes
 from executor.shard import StoredTensor, read_header, read_pieces, write_shard
 from executor.store import BlockState, tensor_view
 from simulator.errors import InputError
+from simulator.families import FAMILIES
 from simulator.formats import PRECISIONS, Precision
 from simulator.model import ModelSpec, TensorSpec, transformers_config
 from simulator.units import GIB
@@ -96,15 +97,18 @@ def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
 
     Everything is checked before the first value is given away. Raises InputError naming file and tensor for a shard
     that is missing or cut off, and for tensors that are missing, unexpected, of the wrong shape or quantized. The
-    `lm_head.weight` of a tied model is ignored: the embedding is the head.
+    `lm_head.weight` of a tied model is ignored: the embedding is the head. Names may lack their first part, as those of
+    a model that was saved without its head.
     """
     folder = require_path(folder, what="model folder")
-    stored = _stored_tensors(folder)
     expected = {
         model.block_prefix(index) + tensor.name: (index, tensor)
         for index in range(model.num_blocks)
         for tensor in model.block(index).tensors
     }
+    body = FAMILIES[model.family].body
+    found = _stored_tensors(folder)
+    stored = {f"{body}.{name}" if f"{body}.{name}" in expected else name: source for name, source in found.items()}
     missing = [name for name in expected if name not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -114,20 +118,23 @@ def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
         if name not in expected:
             if any(fnmatch(name, pattern) for pattern in ignored):
                 continue
-            raise InputError(f"{source.file}: tensor {name!r} is not part of the model that config.json describes")
+            raise InputError(
+                f"{source.file}: tensor {source.name!r} is not part of the model that config.json describes"
+            )
         _, tensor = expected[name]
         if source.shape != tensor.shape:
             raise InputError(
-                f"{source.file}: tensor {name!r} has shape {list(source.shape)}, "
+                f"{source.file}: tensor {source.name!r} has shape {list(source.shape)}, "
                 f"config.json asks for {list(tensor.shape)}"
             )
         if source.dtype not in _SOURCE_DTYPES:
             raise InputError(
-                f"{source.file}: tensor {name!r} is {source.dtype}; weights are read from {', '.join(_SOURCE_DTYPES)}"
+                f"{source.file}: tensor {source.name!r} is {source.dtype}; "
+                f"weights are read from {', '.join(_SOURCE_DTYPES)}"
             )
-    for source in sorted(stored.values(), key=lambda source: (source.file, source.begin)):
-        if source.name in expected:
-            index, tensor = expected[source.name]
+    for name, source in sorted(stored.items(), key=lambda item: (item[1].file, item[1].begin)):
+        if name in expected:
+            index, tensor = expected[name]
             for first, piece in read_pieces(source):
                 sink(index, tensor, first, piece)
 
@@ -178,12 +185,16 @@ def initialise(
 ) -> None:
     """Random weights as transformers draws them: matrices from N(0, initializer_range), norms 1, biases 0.
 
+    Where the family's table says so, norms start at another value and the matrices that end a residual branch smaller.
+
     `states` come zeroed. Every value is a function of (seed, block, position) alone, so neither placement nor the
     number of cores changes it. They are drawn on `device`: a GPU draws other values than a CPU, and billions of them in
     seconds. The embedding of the padding token, if the config names one, is zero.
     """
     hf_config = transformers_config(dict(config))
+    family = FAMILIES[model.family]
     deviation = float(getattr(hf_config, "initializer_range", None) or 0.02)
+    smaller = (2 * model.num_layers) ** -0.5
     write = state_sink(states)
     pieces = []
     on_gpu = device is not None and device.type == "cuda"
@@ -194,28 +205,28 @@ def initialise(
                 firsts = range(0, tensor.num_elements, piece_elements)
                 pieces += [(index, position, tensor, first) for first in firsts]
             elif not tensor.name.endswith("bias"):
-                write(index, tensor, 0, torch.ones(tensor.num_elements))
+                write(index, tensor, 0, torch.full((tensor.num_elements,), family.norms_start_at))
 
     def draw(piece: _Piece) -> torch.Tensor:
         index, position, tensor, first = piece
         sequence = np.random.SeedSequence([seed, index, position, first])
         num_elements = min(piece_elements, tensor.num_elements - first)
+        scale = deviation * smaller if tensor.name in family.small_residuals else deviation
         if on_gpu:
             key = int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
             drawn = torch.empty(num_elements, device=device)
-            return drawn.normal_(0.0, deviation, generator=torch.Generator(device).manual_seed(key))
+            return drawn.normal_(0.0, scale, generator=torch.Generator(device).manual_seed(key))
         generator = np.random.Generator(np.random.SFC64(sequence))
         values = generator.standard_normal(num_elements, dtype=np.float32)
-        values *= np.float32(deviation)
+        values *= np.float32(scale)
         return torch.from_numpy(values)
 
     drawn_pieces = ((piece, draw(piece)) for piece in pieces) if on_gpu else _in_order(draw, pieces)
     for (index, _, tensor, first), values in drawn_pieces:
         write(index, tensor, first, values)
     padding = getattr(hf_config, "pad_token_id", None)
-    if padding is not None and 0 <= padding < model.vocab_size:
-        embedding = model.block(0).tensors[0]
-        write(0, embedding, padding * model.hidden_size, torch.zeros(model.hidden_size))
+    if family.padding_starts_at_zero and padding is not None and 0 <= padding < model.vocab_size:
+        write(0, model.embedding, padding * model.hidden_size, torch.zeros(model.hidden_size))
 
 
 def _in_order(

@@ -20,8 +20,9 @@ from executor.runner import InlineRunner
 from executor.trainer import Trainer
 from simulator.costs import MeasuredCost, OperationCosts, operation_key, shape_hash
 from simulator.errors import InputError
+from simulator.families import with_layers
 from simulator.hardware import HardwareProfile
-from simulator.model import ModelSpec, model_spec
+from simulator.model import ModelSpec, model_spec, transformers_config
 from simulator.policy import (
     EAGER_SAVE_LEVELS,
     HEAD_CHUNK_TOKENS,
@@ -41,11 +42,12 @@ BATCH_SEED = 1
 
 
 def shallow(config: dict[str, Any], num_layers: int = NUM_LAYERS) -> dict[str, Any]:
-    """The config of the same model with fewer layers: every layer kind of the whole model must be among them."""
-    cut = {**config, "num_hidden_layers": min(num_layers, int(config["num_hidden_layers"]))}
-    if isinstance(config.get("layer_types"), list):
-        cut["layer_types"] = config["layer_types"][: cut["num_hidden_layers"]]
-    return cut
+    """The config of the same model with its lowest layers only, and the first of every kind that is not among them."""
+    model, hf_config = model_spec(config), transformers_config(config)
+    kinds = [model.kind_of_block[block] for block in model.layers]
+    firsts = {kinds.index(kind) for kind in kinds}
+    others = [layer for layer in range(len(kinds)) if layer not in firsts]
+    return with_layers(config, hf_config, sorted(firsts | set(others[: max(0, num_layers - len(firsts))])))
 
 
 def measure(

@@ -54,8 +54,11 @@ class Memory:
         self.host_scalars = {suffix: self._host_zeros(5, real) for suffix in suffixes}
         self.report = self._host_zeros((2, 2), torch.float64)  # loss and norm, for even and odd steps
         rows = (policy.num_micro_batches, policy.micro_batch_rows, workload.sequence_length)
-        self.host_tokens = self._host_zeros((2, 2, *rows), torch.int64)  # even and odd steps; tokens and labels
-        self.tokens = torch.zeros((2, *rows), dtype=torch.int64, device=device)
+        planes = 3 if workload.packed else 2  # tokens, labels, positions
+        self.host_tokens = self._host_zeros((2, planes, *rows), torch.int64)  # even and odd steps
+        self.tokens = torch.zeros((planes, *rows), dtype=torch.int64, device=device)
+        # Of the step being launched, one a micro-batch: how many documents the kernels are told of.
+        self.document_bounds = [1] * policy.num_micro_batches
         self.host_loss_scale = self._host_zeros(2, torch.float64)
         self.loss_scales = torch.zeros(policy.num_micro_batches, dtype=torch.float64, device=device)
 

@@ -44,7 +44,7 @@ class Operations:
         host_threads: int,
     ) -> None:
         self.model, self.policy, self.memory, self.templates = model, policy, memory, templates
-        self.head = HeadTemplate(templates.final_norm, model, precision=memory.precision)
+        self.head = HeadTemplate(templates.final_norm, model, precision=memory.precision, logit_cap=templates.logit_cap)
         self.optimization = optimization
         gradient_dtype = plane_dtype("gradient", memory.precision, memory.gradient_format)
         assert gradient_dtype is not None
@@ -87,13 +87,17 @@ class Operations:
         block, m, passing = operation.block, operation.micro_batch, self.memory.passing
         weights = self.memory.plane(operation.source("weights"), block)
         if block == 0:
-            passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m])
+            documents = None
+            if self.templates.packed:
+                documents = self.templates.documents(self.memory.tokens[2, m], bound=self.memory.document_bounds[m])
+                passing[f"batch.{m}"] = documents
+            passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m], documents)
             return
         hidden = passing[f"hidden.{block}.{m}"]
         kept = f"hidden.{block}.{m}" not in operation.releases  # for the backward: it waits with its input
         # What is dropped at once costs compiled layers another compilation, and eager ones nothing.
         level = cast(SaveLevel, operation.level if kept or self.templates.compiled else "input")
-        output, saved = self.templates.forward(block, weights, hidden, level)
+        output, saved = self.templates.forward(block, weights, hidden, level, passing.get(f"batch.{m}"))
         del hidden
         passing[f"hidden.{block + 1}.{m}"] = output
         # At level `input` this is the input and, compiled, a graph over it: it costs no bytes of its own.
@@ -106,7 +110,7 @@ class Operations:
         block, m, passing = operation.block, operation.micro_batch, self.memory.passing
         weights = self.memory.plane(operation.source("weights"), block)
         passing[f"hidden.{block + 1}.{m}"], _ = self.templates.forward(
-            block, weights, passing[f"hidden.{block}.{m}"], "input"
+            block, weights, passing[f"hidden.{block}.{m}"], "input", passing.get(f"batch.{m}")
         )
 
     def loss(self, operation: Operation) -> None:
@@ -151,9 +155,10 @@ class Operations:
         passing = memory.passing
         upstream = passing[f"grad_hidden.{block + 1}.{m}"]
         accumulator = self._accumulator(operation)
+        documents = passing.get(f"batch.{m}")  # of packed rows only
         if block == 0:
             assert accumulator is not None, "a frozen embedding has no backward"
-            self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, first=operation.first)
+            self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, documents, first=operation.first)
         else:
             hidden = passing.pop(f"hidden.{block}.{m}")
             kept = passing.pop(f"saved.{block}.{m}", hidden)
@@ -163,7 +168,7 @@ class Operations:
             if accumulator is not None:
                 views = list(tensor_views(self.model.block(block), accumulator).values())
             grad_hidden, gradients = self.templates.backward(
-                block, weights, kept, upstream, views, first=operation.first
+                block, weights, kept, upstream, views, first=operation.first, documents=documents
             )
             if operation.writes_to(f"grad_hidden.{block}.{m}"):
                 passing[f"grad_hidden.{block}.{m}"] = grad_hidden

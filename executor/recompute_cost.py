@@ -11,6 +11,7 @@ from torch._inductor.custom_graph_pass import CustomRuntimeEstimator, get_hash_f
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+import executor.capped_attention  # registers an operation that is counted here
 import executor.weight_gradients
 
 _ATTENTION = (
@@ -28,6 +29,15 @@ def grouped_attention_flops(
     return 2 * batch * heads * queries * key_shape[2] * (head_dim + value_shape[3])
 
 
+def document_attention_flops(
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    """The same for documents of unknown lengths, [tokens, heads, head_dim]: as if the longest possible, at most."""
+    tokens, heads, head_dim = query_shape
+    longest = next((value for value in args if isinstance(value, int)), tokens)
+    return 2 * tokens * heads * longest * (head_dim + value_shape[2])
+
+
 class RecomputeCost(CustomRuntimeEstimator):
     """FLOPs of one node of a graph with static shapes, at least 1."""
 
@@ -36,7 +46,11 @@ class RecomputeCost(CustomRuntimeEstimator):
         arguments, keywords = tree_map(
             lambda value: value.meta["val"] if isinstance(value, fx.Node) else value, (node.args, node.kwargs)
         )
-        mapping = dict.fromkeys(_ATTENTION, grouped_attention_flops)
+        mapping: dict[Any, Any] = dict.fromkeys(_ATTENTION, grouped_attention_flops)
+        mapping[torch.ops.conveyor.capped_attention] = grouped_attention_flops
+        # Known once torch.nn.attention.varlen has been imported, which executor/attention.py does where torch has it.
+        if hasattr(torch.ops.torch_attn, "_varlen_attn"):
+            mapping[torch.ops.torch_attn._varlen_attn] = document_attention_flops
         with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
             assert callable(node.target)
             node.target(*arguments, **keywords)

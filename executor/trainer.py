@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from executor.attention import document_bound
 from executor.data.dataset import Batch
 from executor.layer import LayerTemplates
 from executor.memory import Memory
@@ -76,8 +77,9 @@ class Trainer:
         self.evaluation: Program | None = None  # built when it is first asked for
         self.memory = Memory(model, workload, policy, self.program.buffers, device)
         self.templates = LayerTemplates(
-            config, model, precision=workload.precision, compiled=workload.compiled, device=device
-        )
+            config, model, precision=workload.precision, compiled=workload.compiled, packed=workload.packed,
+            device=device,
+        )  # fmt: skip
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores - RESERVED_CORES) if device.type == "cuda" else cores
         self.operations = Operations(model, policy, self.memory, self.templates, optimization, host_threads=threads)
@@ -142,13 +144,26 @@ class Trainer:
 
     def _fill(self, batch: Batch, half: int) -> None:
         memory = self.memory
-        tokens, labels = memory.host_tokens[half]
+        tokens, labels = memory.host_tokens[half, :2]
         rows = batch.tokens.shape[0]
+        if self.workload.packed:
+            self._fill_positions(batch, memory.host_tokens[half, 2])
         tokens.view(-1, self.workload.sequence_length)[:rows].copy_(batch.tokens)
         labels.view(-1, self.workload.sequence_length)[:rows].copy_(batch.labels)
         tokens.view(-1, self.workload.sequence_length)[rows:].zero_()
         labels.view(-1, self.workload.sequence_length)[rows:].fill_(-100)
         memory.host_loss_scale[half] = 1.0 / batch.num_targets
+
+    def _fill_positions(self, batch: Batch, positions: torch.Tensor) -> None:
+        """Each token's place in its document; without documents, and in rows that fill up, a row is one."""
+        length = self.workload.sequence_length
+        whole_rows = positions.view(-1, length)
+        whole_rows.copy_(torch.arange(length))
+        if batch.positions is not None:
+            whole_rows[: batch.positions.shape[0]].copy_(batch.positions)
+        documents = (positions == 0).sum(dim=(1, 2)).tolist()
+        tokens = self.policy.micro_batch_rows * length
+        self.memory.document_bounds = [document_bound(found, tokens) for found in documents]
 
     def _result(self, step: int) -> StepResult:
         self.runner.finish_report(self.steps_done - 1 - step)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
-from simulator.placement import batch_bytes, place
+from simulator.placement import micro_batch_bytes, place
 from simulator.policy import (
     EAGER_SAVE_LEVELS,
     HEAD_CHUNK_TOKENS,
@@ -144,7 +144,7 @@ class Coefficients:
 
     @property
     def micro_batch_bytes(self) -> int:
-        return batch_bytes(self.outline.micro_batch_rows * self.workload.sequence_length)
+        return micro_batch_bytes(self.model, self.workload, self.outline.micro_batch_rows)
 
     @cached_property
     def fixed_compute_seconds(self) -> float:
@@ -211,11 +211,20 @@ def base_policy(
     )
 
 
-def allowed_levels(workload: Workload, outline: Outline) -> tuple[SaveLevel, ...]:
-    """Save levels that a layer may take: all six compiled, the two ends eager; with sparse checkpoints only 'input'."""
+def allowed_levels(
+    workload: Workload, outline: Outline, measured: frozenset[str] = frozenset()
+) -> tuple[SaveLevel, ...]:
+    """Save levels that a layer may take: all six compiled, the two ends eager; with sparse checkpoints only 'input'.
+
+    Where both ends were `measured`, those that were not are left out: a roofline among measured prices would win or
+    lose by its own error. A table with fewer comes from runs, which tell nothing of the levels they did not use.
+    """
     if outline.checkpoint_interval > 1:
         return ("input",)
-    return tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
+    levels: tuple[SaveLevel, ...] = tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
+    if measured >= {levels[0], levels[-1]}:
+        return tuple(level for level in levels if level in measured)
+    return levels
 
 
 class MemoryTable(NamedTuple):
@@ -231,8 +240,14 @@ class MemoryTable(NamedTuple):
 class CoefficientTable:
     """Coefficients of many outlines: what outlines share is priced and placed once."""
 
-    def __init__(self, model: ModelSpec, workload: Workload, prices_of: Callable[[Policy], Prices]) -> None:
-        self.model, self.workload, self.prices_of = model, workload, prices_of
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        prices_of: Callable[[Policy], Prices],
+        measured_levels: frozenset[str] = frozenset(),
+    ) -> None:
+        self.model, self.workload, self.prices_of, self.measured_levels = model, workload, prices_of, measured_levels
         self._first_of_kind = {model.kind_of_block[block]: block for block in reversed(range(model.num_blocks))}
         self._by_rows: dict[int, Coefficients] = {}
         self._memory: dict[bool, MemoryTable] = {}
@@ -243,7 +258,7 @@ class CoefficientTable:
         if rows not in self._by_rows:
             self._by_rows[rows] = self._price_rows(outline)
         priced = self._by_rows[rows]
-        levels = allowed_levels(self.workload, outline)
+        levels = allowed_levels(self.workload, outline, self.measured_levels)
         return replace(
             priced,
             outline=outline,
@@ -256,7 +271,7 @@ class CoefficientTable:
         """Coefficients of one micro-batch size; grouping and checkpoint interval do not change them."""
         model = self.model
         prices = self.prices_of(base_policy(model, self.workload, outline))
-        levels = allowed_levels(self.workload, Outline(outline.micro_batch_rows, outline.groups))
+        levels = allowed_levels(self.workload, Outline(outline.micro_batch_rows, outline.groups), self.measured_levels)
         layer_kinds = sorted({model.kind_of_block[block] for block in model.layers})
         own_clips = self.workload.clipping != "global"
         blocks = {kind: _block_costs(prices, model, block, own_clips) for kind, block in self._first_of_kind.items()}

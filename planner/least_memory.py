@@ -13,7 +13,7 @@ from planner.memory_rows import GB
 from planner.outlines import checkpoint_intervals, micro_batch_sizes
 from planner.problem import Problem
 from planner.solve import solve
-from simulator.placement import batch_bytes
+from simulator.placement import micro_batch_bytes
 from simulator.policy import Policy
 
 Tier = Literal["device", "host"]
@@ -62,5 +62,6 @@ def _least_of(problem: Problem, outline: Outline, tier: Tier, *, solver: bool) -
     if decisions is None:
         return None
     # The replay may have all batches of a step on the device at once, the program counts one group's.
-    peak = GB * used.value(formulation.evaluate(decisions)) + 2 * batch_bytes(problem.workload.tokens_per_step)
+    batches = outline.num_micro_batches * micro_batch_bytes(problem.model, problem.workload, outline.micro_batch_rows)
+    peak = GB * used.value(formulation.evaluate(decisions)) + 2 * batches
     return LeastMemory(round(peak), lay_out(problem.coefficients(outline), decisions))

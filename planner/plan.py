@@ -207,10 +207,11 @@ def require_same_inputs(plan: Plan, *, model: ModelSpec | None = None, workload:
 def _differences(title: str, planned: Schema, actual: Schema) -> Iterator[str]:
     ours: Mapping[str, Any] = planned.model_dump(mode="json")
     theirs: Mapping[str, Any] = actual.model_dump(mode="json")
-    for key, value in ours.items():
-        if value == theirs[key]:
+    for key in dict.fromkeys((*ours, *theirs)):  # keys at their default may be left out
+        value, other = ours.get(key), theirs.get(key)
+        if value == other:
             continue
         if isinstance(value, list | dict):
             yield f"{title}.{key} differs"
         else:
-            yield f"{title}.{key} is {theirs[key]!r}, the plan has {value!r}"
+            yield f"{title}.{key} is {other!r}, the plan has {value!r}"

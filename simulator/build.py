@@ -12,7 +12,7 @@ The order of one step, and why:
 4. The clip factor, and the report of loss and norm.
 
 What is frozen has no gradient to finish and no update. Below the lowest trained block there is a forward only: layer
-inputs are let go of at once, batches with the loss.
+inputs are let go of at once, and a batch with the loss, or in packed rows with the lowest backward.
 
 Weights that stream are loaded `prefetch_depth` visits ahead into slots. A slot is chosen by farthest next use, so the
 top layers are not loaded again at the turn from forward to backward.
@@ -25,7 +25,7 @@ from typing import Literal
 from simulator.dependencies import derive_repeated_waits, derive_waits
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
-from simulator.placement import Placement, batch_bytes, place
+from simulator.placement import Placement, micro_batch_bytes, place
 from simulator.policy import Policy, Workload, check_policy
 from simulator.program import Access, Buffer, Kind, Operation, Program, Resource, Role, StepProgram, Tier
 
@@ -52,6 +52,11 @@ def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
         "steady": list(_step(model, policy, placement, pending=delayed)),
         "drain": list(_drain(model, policy, placement)) if delayed else [],
     }
+    if workload.packed:
+        orders = {
+            variant: [_knowing_documents(operation, model, placement.lowest) for operation in order]
+            for variant, order in orders.items()
+        }
     programs = derive_waits(orders)
     first, steady, drain = (Program(variant, programs[variant], buffers) for variant in orders)
     return StepProgram(first=first, steady=steady, drain=drain, buffers=buffers)
@@ -66,7 +71,10 @@ def build_evaluation(model: ModelSpec, workload: Workload, policy: Policy) -> Pr
     check_policy(policy, model, workload)
     placement = place(model, workload, policy)
     buffers = {**placement.buffers, **_passing_buffers(model, workload, policy)}
-    return Program("evaluation", derive_repeated_waits(list(_evaluate(model, policy, placement))), buffers)
+    operations = list(_evaluate(model, policy, placement))
+    if workload.packed:
+        operations = [_knowing_documents(operation, model, placement.lowest) for operation in operations]
+    return Program("evaluation", derive_repeated_waits(operations), buffers)
 
 
 def _evaluate(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
@@ -215,6 +223,21 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
     # What the step's log line needs, for the host.
     yield Operation(
         "report", Kind.REPORT, Resource.COMPUTE, reads=(_same("device.loss"), *norms), writes=(_same("host.report"),)
+    )
+
+
+def _knowing_documents(operation: Operation, model: ModelSpec, lowest: int) -> Operation:
+    """In packed rows a layer reads the batch too: where each document begins. So it lives to the last layer's pass."""
+    if operation.micro_batch < 0:
+        return operation
+    batch = _same(f"batch.{operation.micro_batch}")
+    if operation.kind is Kind.LOSS and lowest in model.layers:
+        return replace(operation, releases=tuple(name for name in operation.releases if name != batch.buffer))
+    if operation.block not in model.layers:
+        return operation
+    ends = operation.kind is Kind.BACKWARD and operation.block == lowest
+    return replace(
+        operation, reads=(*operation.reads, batch), releases=(*operation.releases, *([batch.buffer] if ends else []))
     )
 
 
@@ -372,11 +395,12 @@ def _added(totals: tuple[Access, ...], m: int) -> tuple[Access, ...]:
 def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> dict[str, Buffer]:
     """Buffers that live within a step: batches, layer inputs, what layers save, gradients of layer inputs."""
     tokens = policy.micro_batch_rows * workload.sequence_length
+    rows_bytes = micro_batch_bytes(model, workload, policy.micro_batch_rows)
     hidden_bytes = tokens * model.hidden_size * PRECISIONS[workload.precision].weight
     lowest = model.trained_blocks[0]
     found = []
     for m in range(policy.num_micro_batches):
-        found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, batch_bytes(tokens), -1, m, False))
+        found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, rows_bytes, -1, m, False))
         for block in range(1, model.num_blocks):
             found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, hidden_bytes, block, m, False))
         for block in range(lowest + 1, model.num_blocks):

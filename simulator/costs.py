@@ -17,6 +17,7 @@ from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
 from simulator.freezing import unfrozen
 from simulator.hardware import HardwareProfile, LinkDirection
 from simulator.model import ModelSpec
+from simulator.placement import batch_bytes
 from simulator.policy import SAVE_LEVELS, Policy, Workload
 from simulator.program import Buffer, Kind, Operation, Resource, Role
 from simulator.replay import Price, Sharing
@@ -72,6 +73,12 @@ class OperationCosts(Schema):
         return self.model_copy(
             update={"entries": {**self.entries, **entries}, "folded_runs": (*self.folded_runs, *runs)}
         )
+
+    @property
+    def measured_levels(self) -> frozenset[str]:
+        """Save levels of which a layer's backward was measured."""
+        keys = (key.split(".") for key in self.entries if key.startswith(f"{Kind.BACKWARD.value}.layer."))
+        return frozenset(parts[-2] for parts in keys)
 
 
 def _first(pair: tuple[int, MeasuredCost]) -> int:
@@ -324,7 +331,7 @@ class Pricing:
             case Kind.STORE_GRADIENT:
                 return self._link_seconds("d2h", elements * completed)
             case Kind.LOAD_BATCH:
-                return self._link_seconds("h2d", self.tokens * 16)
+                return self._link_seconds("h2d", batch_bytes(self.tokens, packed=self.workload.packed) - 8)
             case _:
                 return 4 * launch
 
@@ -334,8 +341,9 @@ class Pricing:
 
     @cached_property
     def _projection_trained(self) -> bool:
-        block = 0 if self.model.tied_embeddings else self.model.head
-        return any(len(tensor.shape) > 1 and not tensor.frozen for tensor in self.model.block(block).tensors)
+        if self.model.tied_embeddings:
+            return not self.model.embedding.frozen
+        return any(len(tensor.shape) > 1 and not tensor.frozen for tensor in self.model.block(self.model.head).tensors)
 
     def _link_seconds(self, direction: LinkDirection, num_bytes: int) -> float:
         rate = self.hardware.link_bytes_per_second(direction, num_bytes)
@@ -344,11 +352,13 @@ class Pricing:
     def _layer_forward_seconds(self, block: int) -> float:
         model, hardware, precision = self.model, self.hardware, self.workload.precision
         matmul = formulas.layer_matmul_flops(model, block, self.tokens)
-        attention = formulas.layer_attention_flops(model, self.policy.micro_batch_rows, self.workload.sequence_length)
+        attention = formulas.layer_attention_flops(
+            model, block, self.policy.micro_batch_rows, self.workload.sequence_length
+        )
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "forward")
-            + self._layer_elementwise_seconds()
+            + self._layer_elementwise_seconds(block)
         )
         return max(seconds, LAUNCHES[self.workload.compiled][0] * hardware.launch_seconds.value)
 
@@ -358,21 +368,24 @@ class Pricing:
         trained = formulas.layer_matmul_flops(model, block, self.tokens, trained_only=True)
         matmul = formulas.layer_matmul_flops(model, block, self.tokens) + trained
         rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
-        attention = 2 * formulas.layer_attention_flops(model, rows, sequence_length)
+        attention = 2 * formulas.layer_attention_flops(model, block, rows, sequence_length)
         accumulate = 10 * model.block(block).num_trained_elements / hardware.hbm_bytes_per_second.value
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "backward")
-            + BACKWARD_ELEMENTWISE_FACTOR * self._layer_elementwise_seconds()
+            + BACKWARD_ELEMENTWISE_FACTOR * self._layer_elementwise_seconds(block)
             + accumulate
         )
         return max(seconds, LAUNCHES[self.workload.compiled][1] * hardware.launch_seconds.value)
 
-    def _layer_elementwise_seconds(self) -> float:
+    def _layer_elementwise_seconds(self, block: int) -> float:
         width = PRECISIONS[self.workload.precision].weight
         num_bytes = formulas.layer_elementwise_elements(self.model, self.tokens) * width
         # Compiled kernels fuse: about half the traffic of eager ones.
-        return num_bytes / self.hardware.hbm_bytes_per_second.value / (2.0 if self.workload.compiled else 1.0)
+        num_bytes /= 2.0 if self.workload.compiled else 1.0
+        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
+        num_bytes += 4 * formulas.capped_score_accesses(self.model, block, rows, sequence_length)
+        return num_bytes / self.hardware.hbm_bytes_per_second.value
 
     def _roofline_kept_bytes(self, level: str) -> int:
         model = self.model
@@ -384,6 +397,8 @@ class Pricing:
     def _roofline_transient_bytes(self, operation: Operation) -> int:
         model, width = self.model, PRECISIONS[self.workload.precision].weight
         layer = self.tokens * (4 * model.hidden_size + 3 * model.intermediate_size) * width
+        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
+        layer += 6 * 4 * formulas.capped_chunk_elements(model, rows, sequence_length)  # six tensors of scores in fp32
         match operation.kind:
             case Kind.FORWARD | Kind.RECOMPUTE if operation.block in model.layers:
                 return layer

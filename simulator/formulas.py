@@ -6,9 +6,14 @@ The backward's 4 are 2 for the gradient of what a parameter is multiplied with a
 frozen, their own 2 are not counted, and of those below the lowest trained block none.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
+from simulator.families import FAMILIES
 from simulator.model import ModelSpec
+
+# Scores that attention with a cap has at a time, over all rows and heads.
+CAPPED_CHUNK_ELEMENTS = 2**25
 
 
 def tflops(model: ModelSpec, tokens: int, seconds: float) -> float:
@@ -24,20 +29,51 @@ def parameter_flops(model: ModelSpec) -> int:
 
 
 def tflops_with_attention(model: ModelSpec, tokens: int, seconds: float, document_lengths: Sequence[int]) -> float:
-    """6 N T plus causal attention, forward and backward: 6 L heads head_dim sum(s^2) over the documents of a step."""
+    """6 N T plus causal attention, forward and backward: 6 L heads head_dim sum(s^2) over the documents of a step.
+
+    Layers with a window count the pairs within it only, and those below all gradients their forward only.
+    """
     passes = 1 + 2 * len(model.backward_layers) / model.num_layers
     return tflops(model, tokens, seconds) + passes * attention_flops(model, document_lengths) / seconds / 1e12
 
 
 def attention_flops(model: ModelSpec, document_lengths: Sequence[int]) -> float:
-    """FLOPs of causal attention in the forward of all layers: 2 L heads head_dim sum(s^2); the backward takes twice."""
-    squares = sum(length * length for length in document_lengths)
-    return 2.0 * model.num_layers * model.num_heads * model.head_dim * squares
+    """FLOPs of causal attention in the forward of all layers: 2 L heads head_dim sum(s^2); the backward takes twice.
+
+    A layer with a window of w tokens does s^2 - (s - w)^2 of a longer document's s^2: pairs farther apart are left out.
+    """
+    windows = Counter(model.block(layer).window for layer in model.layers)
+    pairs = sum(count * _pairs(length, window) for window, count in windows.items() for length in document_lengths)
+    return 2.0 * model.num_heads * model.head_dim * pairs
 
 
-def layer_attention_flops(model: ModelSpec, rows: int, sequence_length: int) -> float:
+def layer_attention_flops(model: ModelSpec, block: int, rows: int, sequence_length: int) -> float:
     """Forward FLOPs of causal attention in one layer for `rows` rows."""
-    return 2.0 * model.num_heads * model.head_dim * rows * sequence_length**2
+    pairs = _pairs(sequence_length, model.block(block).window)
+    return 2.0 * model.num_heads * model.head_dim * rows * pairs
+
+
+def capped_score_accesses(model: ModelSpec, block: int, rows: int, sequence_length: int) -> float:
+    """Elements of scores in fp32 that the forward of attention with capped scores reads or writes; 0 without a cap.
+
+    Counted from executor/capped_attention.py, whose passes no compiler fuses: 16 a score; its backward takes twice.
+    """
+    if not FAMILIES[model.family].capped_scores:
+        return 0.0
+    return 16 * rows * model.num_heads * _pairs(sequence_length, model.block(block).window) / 2
+
+
+def capped_chunk_elements(model: ModelSpec, rows: int, sequence_length: int) -> int:
+    """Scores of one chunk of queries, of which a few tensors in fp32 live at a time; 0 without a cap."""
+    if not FAMILIES[model.family].capped_scores:
+        return 0
+    return min(CAPPED_CHUNK_ELEMENTS, rows * model.num_heads * sequence_length**2)
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Twice the pairs of query and key, half the diagonal counted as everywhere in this formula."""
+    beyond = 0 if window is None else max(0, length - window)
+    return length**2 - beyond**2
 
 
 def layer_matmul_flops(model: ModelSpec, block: int, tokens: int, *, trained_only: bool = False) -> float:

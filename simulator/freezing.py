@@ -4,14 +4,14 @@ Freezing is part of the model's spec, so that everything that reads it knows: a 
 gradient, no optimizer state and no update; blocks below the lowest trained one are run forward only. A block that is
 trained in part keeps its layout: its frozen tensors get no gradient and no update touches them.
 
-Embeddings that are tied are one parameter, `model.embed_tokens.weight`: freezing it freezes the output projection too.
+Embeddings that are tied are one parameter, that of the input: freezing it freezes the output projection too.
 """
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from simulator.errors import InputError
-from simulator.model import BlockSpec, ModelSpec
+from simulator.model import PROJECTION, BlockSpec, ModelSpec
 from simulator.nearest import did_you_mean, nearest_name
 
 
@@ -68,8 +68,9 @@ def _frozen_block(model: ModelSpec, block: int, frozen: set[str]) -> BlockSpec:
 
 
 def _hint(model: ModelSpec, pattern: str, names: Sequence[str]) -> str:
-    if model.tied_embeddings and fnmatchcase("lm_head.weight", pattern):
-        return ": the output projection is tied to the embedding, 'model.embed_tokens.weight', which would freeze both"
+    if model.tied_embeddings and fnmatchcase(PROJECTION, pattern):
+        embedding = model.block_prefix(0) + model.embedding.name
+        return f": the output projection is tied to the embedding, {embedding!r}, which would freeze both"
     # Wildcards match nothing in the comparison of names: what stands between them counts.
     folders = {name.rpartition(".")[0] + ".*" for name in names}
     return did_you_mean(nearest_name(pattern, [*names, *sorted(folders)]))

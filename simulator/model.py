@@ -14,14 +14,14 @@ from typing import Any, Literal
 import pydantic
 
 from simulator.errors import InputError, UnsupportedChoice
+from simulator.families import FAMILIES, Family, require_plain, require_supported, variant_of, window_of
 from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
 from simulator.nearest import did_you_mean, nearest_path
 from simulator.schema import Schema
 
 BlockKind = Literal["embedding", "layer", "head"]
 
-# Families whose whole-model terms (scales, caps, masks) the executor's template covers, each with a test.
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PROJECTION = "lm_head.weight"
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -52,12 +52,15 @@ class BlockSpec(Schema):
     """Tensors that live in one contiguous block, matrices first, each aligned to 256 bytes.
 
     `variant` names what the block computes (for layers: the attention type): blocks with equal shapes and different
-    variants are different blocks.
+    variants are different blocks. `window` is how many tokens, itself included, a token attends to; None for all before
+    it.
     """
 
     kind: BlockKind
     variant: str
     tensors: tuple[TensorSpec, ...]
+    # Left out where there is none, so that hashes of models without windows are what they were before windows.
+    window: int | None = pydantic.Field(default=None, ge=1, exclude_if=lambda window: window is None)
     # Nothing in it or below it is trained, so no gradient passes through it.
     forward_only: bool = pydantic.Field(default=False, exclude_if=lambda forward_only: not forward_only)
 
@@ -161,9 +164,21 @@ class ModelSpec(Schema):
 
     def block_prefix(self, index: int) -> str:
         """The transformers name that a block's tensor names follow, e.g. `model.layers.3.`."""
+        family = FAMILIES[self.family]
         if index == 0:
-            return "model."
-        return "" if index == self.head else f"model.layers.{index - 1}."
+            return f"{family.body}."
+        return "" if index == self.head else f"{family.body}.{family.layers}.{index - 1}."
+
+    @property
+    def embedding(self) -> TensorSpec:
+        """The token embedding, which tied models also project with."""
+        return self.block(0).tensors[0]
+
+    @property
+    def positions(self) -> TensorSpec | None:
+        """The table of learned positions, or None: a sequence cannot be longer than it."""
+        tensors = self.block(0).tensors
+        return tensors[1] if len(tensors) > 1 else None
 
 
 def read_model_config(path: Path | str) -> dict[str, Any]:
@@ -186,17 +201,13 @@ def read_model_config(path: Path | str) -> dict[str, Any]:
 
 
 def transformers_config(config: dict[str, Any]) -> Any:
-    """transformers' config object. Raises InputError for unknown families or impossible values."""
+    """transformers' config object. Raises InputError for unknown families, dropout or impossible values."""
     from transformers import AutoConfig
 
-    family = config["model_type"]
-    if family not in SUPPORTED_FAMILIES:
-        raise UnsupportedChoice(
-            f"model family {family!r} is not supported; this version trains {', '.join(SUPPORTED_FAMILIES)}"
-        )
+    family = require_supported(config)
     if config.get("quantization_config"):
         raise UnsupportedChoice("the model is quantized ('quantization_config'); train from full-precision weights")
-    for key in SIZES:
+    for key in (*SIZES, *family.sizes.values()):
         value = config.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InputError(f"model config: {key} is {value!r}; it must be a whole number of at least 1")
@@ -204,25 +215,26 @@ def transformers_config(config: dict[str, Any]) -> Any:
         hf_config = AutoConfig.for_model(**config)
     except Exception as error:
         raise InputError(f"model config: transformers refuses it ({_one_line(error)})") from error
-    _check_heads(hf_config)
+    require_plain(family, hf_config)
+    _check_heads(family, hf_config)
     return hf_config
 
 
-def _check_heads(hf_config: Any) -> None:
+def _check_heads(family: Family, hf_config: Any) -> None:
     """transformers builds models with heads that do not fit together; they fail in the first forward."""
     num_heads, num_kv_heads, head_dim = _heads(hf_config)
     if num_heads % num_kv_heads:
         raise InputError(
             f"model config: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
-    if head_dim % 2:
+    if head_dim % 2 and family.rotary != "none":
         raise InputError(f"model config: head_dim is {head_dim}; rotary embeddings need an even one")
 
 
 def _heads(hf_config: Any) -> tuple[int, int, int]:
     """Heads, key-value heads and head dimension, with transformers' defaults for the two that may be missing."""
     num_heads = int(hf_config.num_attention_heads)
-    num_kv_heads = int(hf_config.num_key_value_heads or num_heads)
+    num_kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or num_heads)
     head_dim = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads)
     return num_heads, num_kv_heads, head_dim
 
@@ -256,14 +268,27 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
         raise InputError(f"model config: transformers cannot build it ({_one_line(error)})") from error
 
     tied = bool(hf_config.tie_word_embeddings)
+    family = FAMILIES[hf_config.model_type]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     num_layers = int(hf_config.num_hidden_layers)
-    layer_types = getattr(hf_config, "layer_types", None) or ["full_attention"] * num_layers
-    blocks = [_block_spec("embedding", "embedding", _pick(shapes, "model.embed_tokens.", strip="model."))]
+    body = f"{family.body}."
+    embedding = _pick(shapes, f"{body}{family.embedding}.", strip=body)
+    if family.positions:
+        embedding |= _pick(shapes, f"{body}{family.positions}.", strip=body)
+    blocks = [_block_spec("embedding", "embedding", embedding)]
     for layer in range(num_layers):
-        prefix = f"model.layers.{layer}."
-        blocks.append(_block_spec("layer", layer_types[layer], _pick(shapes, prefix, strip=prefix)))
-    head = {**_pick(shapes, "model.norm.", strip=""), **_pick(shapes, "lm_head.", strip="")}
+        prefix = f"{body}{family.layers}.{layer}."
+        blocks.append(
+            _block_spec(
+                "layer",
+                variant_of(family, hf_config, layer),
+                _pick(shapes, prefix, strip=prefix),
+                window=window_of(family, hf_config, layer),
+            )
+        )
+    head = {name: shape for name, shape in shapes.items() if name.startswith(f"{body}{family.norm}.")}
+    if PROJECTION in shapes:
+        head[PROJECTION] = shapes[PROJECTION]
     blocks.append(_block_spec("head", "tied" if tied else "untied", head))
 
     kinds: list[BlockSpec] = []
@@ -279,7 +304,7 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
     return ModelSpec(
         family=str(hf_config.model_type),
         hidden_size=int(hf_config.hidden_size),
-        intermediate_size=int(hf_config.intermediate_size),
+        intermediate_size=_intermediate_size(family, hf_config),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -296,14 +321,21 @@ def _pick(shapes: dict[str, tuple[int, ...]], prefix: str, *, strip: str) -> dic
     return {name.removeprefix(strip): shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
-def _block_spec(kind: BlockKind, variant: str, shapes: dict[str, tuple[int, ...]]) -> BlockSpec:
+def _intermediate_size(family: Family, hf_config: Any) -> int:
+    size = getattr(hf_config, family.sizes.get("intermediate_size", "intermediate_size"), None)
+    return int(size or 4 * hf_config.hidden_size)  # GPT-2's default
+
+
+def _block_spec(
+    kind: BlockKind, variant: str, shapes: dict[str, tuple[int, ...]], *, window: int | None = None
+) -> BlockSpec:
     # Matrices first: neighbouring projections can be fused, and weight decay covers a prefix of the block.
     ordered = sorted(shapes.items(), key=lambda item: len(item[1]) < 2)
     tensors, offset = [], 0
     for name, shape in ordered:
         tensors.append(TensorSpec(name=name, shape=shape, offset=offset))
         offset = _aligned(offset + math.prod(shape))
-    return BlockSpec(kind=kind, variant=variant, tensors=tuple(tensors))
+    return BlockSpec(kind=kind, variant=variant, tensors=tuple(tensors), window=window)
 
 
 def _aligned(num_elements: int) -> int:

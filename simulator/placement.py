@@ -111,7 +111,7 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         add(f"host.scalars{suffix}", Tier.HOST, Role.SCALARS, 64)
     add("host.report", Tier.HOST, Role.SCALARS, 64)
     # Two steps' batches: one is read by copies while the next is filled.
-    add("host.batches", Tier.HOST, Role.BATCH, 2 * batch_bytes(workload.tokens_per_step))
+    add("host.batches", Tier.HOST, Role.BATCH, 2 * batch_bytes(workload.tokens_per_step, packed=workload.packed))
     return Placement(
         buffers=buffers,
         weights=tuple(weights),
@@ -124,6 +124,22 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     )
 
 
-def batch_bytes(tokens: int) -> int:
-    """Token ids and labels, 8 bytes each, and the loss scale."""
-    return tokens * 16 + 8
+def batch_bytes(tokens: int, *, packed: bool = False) -> int:
+    """Token ids and labels, and in packed rows positions, 8 bytes each; and the loss scale."""
+    return tokens * (24 if packed else 16) + 8
+
+
+def micro_batch_bytes(model: ModelSpec, workload: Workload, rows: int) -> int:
+    """What the device holds of one micro-batch while it passes through a step, layers' inputs aside.
+
+    Packed rows have rotary tables of their own, two a kind of rotary embedding, and what attention knows documents by:
+    where a kernel for documents of several lengths is missing, one byte for every pair of tokens of a row.
+    """
+    tokens = rows * workload.sequence_length
+    num_bytes = batch_bytes(tokens, packed=workload.packed)
+    if workload.packed:
+        kinds = {model.block(block).variant for block in model.layers}
+        tables = 2 * len(kinds) * tokens * model.head_dim * PRECISIONS[workload.precision].weight
+        pairs = 0 if workload.precision == "bf16" else len(kinds) * tokens * workload.sequence_length
+        num_bytes += tables + pairs
+    return num_bytes

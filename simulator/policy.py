@@ -46,6 +46,8 @@ class Workload(Schema):
     clipping: Clipping = "global"
     compiled: bool = False  # layers through torch.compile, which rounds otherwise than eager
     micro_batch_rows: int | None = pydantic.Field(default=None, gt=0)  # None: the planner splits
+    # Rows hold several documents, which do not see each other. Left out of hashes where false.
+    packed: bool = pydantic.Field(default=False, exclude_if=lambda packed: not packed)
 
     @pydantic.model_validator(mode="after")
     def _rows_divide(self) -> Self:
@@ -145,6 +147,12 @@ def uniform_policy(
 
 def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
     """Refuse what contradicts itself (InputError) or is not built yet (UnsupportedChoice), by name."""
+    positions = model.positions
+    if positions is not None and workload.sequence_length > positions.shape[0]:
+        raise InputError(
+            f"sequence_length: {workload.sequence_length} is more than the {positions.shape[0]} positions that the "
+            "model has learned"
+        )
     lengths = {
         "weight_homes": model.num_blocks,
         "gradient_homes": model.num_blocks,

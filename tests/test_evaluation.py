@@ -109,6 +109,8 @@ def test_evaluation_programs_are_sound(part: int) -> None:
         if seed % 2:
             model = randomly_frozen(Random(seed), model)
             policy = fitted(policy, model)
+        if seed % 3 == 0:
+            workload = workload.model_copy(update={"packed": True})
         evaluation = build_evaluation(model, workload, policy)
         check(build(model, workload, policy), evaluation)
         kinds = {operation.kind for operation in evaluation}

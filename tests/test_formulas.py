@@ -53,7 +53,7 @@ def test_matmuls_of_layers_and_head_are_what_torch_counts(spec: ModelSpec) -> No
 
 def test_causal_attention_is_half_of_what_torch_counts_for_full_attention(spec: ModelSpec) -> None:
     attention = sum(flops for name, flops in counted(backward=False).items() if "bmm" in name)
-    ours = sum(formulas.layer_attention_flops(spec, ROWS, LENGTH) for _ in spec.layers)
+    ours = sum(formulas.layer_attention_flops(spec, layer, ROWS, LENGTH) for layer in spec.layers)
     # Rotary frequencies are formed by a small product too.
     assert ours == formulas.attention_flops(spec, [LENGTH] * ROWS)
     assert attention / 2 == pytest.approx(ours, rel=0.05)

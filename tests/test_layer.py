@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from tiny_models import (
-    FAMILIES,
+    TINY_FAMILIES,
     WAITING_OPERATIONS,
     empty_accumulators,
     random_batch,
@@ -23,6 +23,8 @@ from simulator.errors import InputError, ProgramError, UnsupportedChoice
 from simulator.model import model_spec
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
+# Gemma's norms, and transformers' softmax of capped scores, compute in fp32 whatever the precision.
+GEMMA_TOLERANCE = {"fp64": 1e-6, "fp32": 1e-5}
 
 
 def _templates(config, precision="fp32", **choices):
@@ -55,11 +57,11 @@ def _all_equal(first, second):
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_loss_and_gradients_equal_transformers_whole_model(family, tied, precision):
     config = tiny_config(family, tied=tied)
     model, templates = _templates(config, precision)
-    head = HeadTemplate(templates.final_norm, model, precision=precision)
+    head = HeadTemplate(templates.final_norm, model, precision=precision, logit_cap=templates.logit_cap)
     blocks = random_blocks(model, precision)
     tokens, labels = random_batch(model, rows=6, sequence_length=12)
     loss_scale = 1 / int((labels >= 0).sum())
@@ -98,12 +100,13 @@ def test_loss_and_gradients_equal_transformers_whole_model(family, tied, precisi
     if tied_sum is not None:
         sums[0] += tied_sum
 
-    assert abs(loss - expected_loss) <= TOLERANCE[precision] * abs(expected_loss)
+    tolerance = (GEMMA_TOLERANCE if family.startswith("gemma") else TOLERANCE)[precision]
+    assert abs(loss - expected_loss) <= tolerance * abs(expected_loss)
     compared = 0
     for name, parameter in whole.named_parameters():
         actual = _gradient(model, sums, name)
         error = (actual - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-6)
-        assert error <= TOLERANCE[precision], name
+        assert error <= tolerance, name
         compared += 1
     assert compared == sum(len(model.block(index).tensors) for index in range(model.num_blocks))
 
@@ -117,7 +120,7 @@ def _gradient(model, sums, name):
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_keep_and_input_agree_bit_for_bit(family, precision):
     case = _layer_case(family, precision)
     kept, recomputed = _forward_backward(*case, "keep"), _forward_backward(*case, "input")
@@ -127,7 +130,7 @@ def test_keep_and_input_agree_bit_for_bit(family, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_weights_may_move_between_forward_and_backward(family, precision):
     templates, flat, hidden, grad_output = _layer_case(family, precision)
     expected = _forward_backward(templates, flat, hidden, grad_output, "keep")
@@ -247,11 +250,15 @@ def test_rotary_tables_do_not_depend_on_lengths_seen_before(rope_type):
     assert not torch.equal(fresh._rotary(1, 12)[0], fresh._rotary(1, 40)[0][:, :12]) or rope_type == "yarn"
 
 
-def test_sequences_within_the_sliding_window_equal_transformers():
-    config = tiny_config("mistral", sliding_window=8)
+@pytest.mark.parametrize("sequence_length", [5, 6, 7, 20])
+@pytest.mark.parametrize("family", ["mistral", "phi3", "qwen2", "gemma2"])
+def test_sequences_shorter_and_longer_than_the_window_equal_transformers(family, sequence_length):
+    overrides = {"use_sliding_window": True, "max_window_layers": 1} if family == "qwen2" else {}
+    config = tiny_config(family, **overrides | {"sliding_window": 6})
     model, templates = _templates(config, "fp64")
+    assert 6 in {model.block(block).window for block in model.layers}
     blocks = random_blocks(model, "fp64")
-    tokens, _ = random_batch(model, rows=2, sequence_length=8)
+    tokens, _ = random_batch(model, rows=2, sequence_length=sequence_length)
     hidden = templates.embed(blocks[0], tokens)
     for block in model.layers:
         hidden, _ = templates.forward(block, blocks[block], hidden, "input")
@@ -259,20 +266,8 @@ def test_sequences_within_the_sliding_window_equal_transformers():
     normed = torch.func.functional_call(
         templates.final_norm, {"weight": tensor_views(model.block(model.head), blocks[-1])["model.norm.weight"]}, hidden
     )
-    torch.testing.assert_close(normed, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        tiny_config("mistral", sliding_window=8),
-        tiny_config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0),
-    ],
-)
-def test_a_sequence_longer_than_the_window_is_refused(config):
-    model, templates = _templates(config)
-    with pytest.raises(UnsupportedChoice, match="sequence_length 9 is longer than the model's sliding_window 8"):
-        templates.forward(1, random_blocks(model, "fp32")[1], torch.zeros(1, 9, 32), "keep")
+    tolerance = 1e-5 if family == "gemma2" else 1e-12
+    torch.testing.assert_close(normed, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_dropout_is_refused_by_key():
@@ -288,10 +283,9 @@ def test_eager_layers_refuse_budgets_by_name():
 
 def test_templates_hold_no_parameters():
     _, templates = _templates(tiny_config("llama"))
-    cells = [cell.cell_contents for function in templates._functions.values() for cell in function.__closure__]
-    modules = [cell for cell in cells if isinstance(cell, torch.nn.Module)]
-    assert modules
-    for module in [*modules, templates.final_norm]:
+    modules = [*templates._layers.values(), templates.final_norm]
+    assert len(modules) == 2
+    for module in modules:
         assert all(parameter.is_meta for parameter in module.parameters())
 
 

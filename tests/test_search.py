@@ -3,6 +3,7 @@
 import math
 import re
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -21,17 +22,21 @@ from planning_cases import (
 
 import planner.branch
 import planner.search
+import simulator
 from planner.outlines import checkpoint_intervals, cuts, micro_batch_sizes
 from planner.plan import Limits, Plan
 from planner.search import plan
 from planner.solve import Solution
 from simulator.build import build
 from simulator.check import check
+from simulator.costs import OperationCosts
 from simulator.errors import InfeasiblePlan, UnsupportedChoice
 from simulator.hardware import load_hardware
+from simulator.model import load_model_spec
 from simulator.policy import Workload
 
 GIB = 2**30
+CATALOGUE = Path(simulator.__file__).parent / "catalogue"
 
 
 def planned(case: Case, limits: Limits, *, gap: float = 1e-6) -> Plan | None:
@@ -287,3 +292,20 @@ def test_checkpoint_intervals_each_keep_fewer_inputs_than_those_before() -> None
     assert checkpoint_intervals(28) == [1, 2, 3, 4, 5]
     assert checkpoint_intervals(1) == [1]
     assert max(checkpoint_intervals(80)) <= 10
+
+
+def test_levels_that_were_not_measured_are_left_out_where_both_ends_were() -> None:
+    model = load_model_spec(CATALOGUE / "models/qwen2.5-7b.json")
+    costs = OperationCosts.load(CATALOGUE / "costs/qwen2.5-7b-h200.json")
+    some = {key: cost for key, cost in costs.entries.items() if ".budget_70." not in key}
+    workload = Workload(
+        sequence_length=1024, tokens_per_step=98_304, gradient_format="bf16", micro_batch_rows=16, compiled=True
+    )
+    limits = Limits(device_memory_bytes=132 * GIB, host_memory_bytes=120 * GIB)
+
+    def levels(costs: OperationCosts) -> set[str]:
+        found = plan(model, workload, load_hardware("h200"), limits, costs, with_baselines=False)
+        return set(found.policy.save_levels)
+
+    assert "budget_70" in levels(costs)
+    assert "budget_70" not in levels(costs.model_copy(update={"entries": some}))

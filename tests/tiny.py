@@ -52,7 +52,7 @@ def random_weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tens
     for block in range(model.num_blocks):
         for tensor in model.block(block).tensors:
             values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.15
-            if "norm" in tensor.name:
+            if "norm" in tensor.name or "ln_" in tensor.name:
                 values = 1.0 + 0.1 * values
             weights[model.block_prefix(block) + tensor.name] = values.to(dtype)
     return weights

@@ -32,11 +32,32 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": 7},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 2.0,
+    },
+    "glm": {"head_dim": 8, "attention_bias": True},
+    "glm4": {"head_dim": 8, "attention_bias": True},
+    "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+    "phi3": {"sliding_window": 7},
+    "smollm3": {
+        "no_rope_layers": [1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
-FAMILIES = tuple(_FAMILIES)
+_GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
+TINY_FAMILIES = tuple(_FAMILIES)
 
 # Operations whose value or output size the host has to wait for.
 WAITING_OPERATIONS = {
@@ -51,7 +72,14 @@ WAITING_OPERATIONS = {
 
 
 def tiny_config(family: str, *, tied: bool = False, **overrides: Any) -> dict[str, Any]:
-    return {"model_type": family, **_SIZES, **_FAMILIES[family], "tie_word_embeddings": tied, **overrides}
+    """Two layers, of different kinds where the family has several, and windows that tests' sequences are longer than.
+
+    GPT-2 has its own names of sizes, which no override of the plain names changes.
+    """
+    sizes = _SIZES
+    if family == "gpt2":
+        sizes = {key: value for key, value in _SIZES.items() if "token" in key or key == "vocab_size"} | _GPT2_SIZES
+    return {"model_type": family, **sizes, **_FAMILIES[family], "tie_word_embeddings": tied, **overrides}
 
 
 def random_blocks(model: ModelSpec, precision: Any, *, seed: int = 0, device: str = "cpu") -> list[Tensor]:
@@ -78,7 +106,9 @@ def whole_model(config: dict[str, Any], model: ModelSpec, blocks: list[Tensor]) 
     """transformers' own model with the weights of `blocks`."""
     from transformers import AutoModelForCausalLM
 
-    whole = AutoModelForCausalLM.from_config(transformers_config(config), attn_implementation="sdpa")
+    # Scores that are capped are what its eager attention alone computes.
+    attention = "eager" if config["model_type"] == "gemma2" else "sdpa"
+    whole = AutoModelForCausalLM.from_config(transformers_config(config), attn_implementation=attention)
     whole = whole.to(blocks[0].dtype).train()
     parameters = dict(whole.named_parameters())
     with torch.no_grad():

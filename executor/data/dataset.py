@@ -29,6 +29,8 @@ class Batch:
     labels: torch.Tensor  # int64 [rows, sequence]
     num_targets: int  # labels that are not -100; at least 1
     num_tokens: int  # tokens that are not padding
+    # int64 [rows, sequence], packed rows only: each token's place in its document, padding being one more document.
+    positions: torch.Tensor | None = None
 
 
 class Rows(Protocol):
