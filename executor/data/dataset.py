@@ -23,14 +23,17 @@ _NOT_READ = (".json", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst", ".zip
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's rows. `labels[r, i]` is the token after `tokens[r, i]`, or -100 where nothing is to be learned."""
+    """One step's rows. `labels[r, i]` is the token after `tokens[r, i]`, or -100 where nothing is to be learned.
+
+    `positions[r, i]` is the token's place in its document, from 0: a 0 begins another document, which must not see
+    those before it. Padding at a row's end is one more document. `num_tokens` counts what is not padding.
+    """
 
     tokens: torch.Tensor  # int64 [rows, sequence]
     labels: torch.Tensor  # int64 [rows, sequence]
     num_targets: int  # labels that are not -100; at least 1
-    num_tokens: int  # tokens that are not padding
-    # int64 [rows, sequence], packed rows only: each token's place in its document, padding being one more document.
-    positions: torch.Tensor | None = None
+    num_tokens: int
+    positions: torch.Tensor  # int64 [rows, sequence]
 
 
 class Rows(Protocol):
@@ -40,7 +43,7 @@ class Rows(Protocol):
     def num_rows(self) -> int | None: ...  # None: endless
 
     def fill(self, row: int, tokens: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> int:
-        """Write a row over padding and masked labels. Returns how many tokens are not padding."""
+        """Write a row over padding and masked labels: one document. Returns how many tokens are not padding."""
         ...
 
 
@@ -123,9 +126,15 @@ class Dataset:
         chosen = self._rows_of_step(step)
         tokens = np.full((self.rows_per_step, self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(tokens, MASKED_LABEL)
-        num_tokens = sum(self.rows.fill(int(row), tokens[i], labels[i]) for i, row in enumerate(chosen))
+        positions = np.tile(np.arange(self.sequence_length), (self.rows_per_step, 1))
+        num_tokens = 0
+        for i, row in enumerate(chosen):
+            size = self.rows.fill(int(row), tokens[i], labels[i])
+            positions[i, size:] -= size
+            num_tokens += size
         num_targets = int((labels != MASKED_LABEL).sum())
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), num_targets, num_tokens)
+        tensors = [torch.from_numpy(array) for array in (tokens, labels, positions)]
+        return Batch(tensors[0], tensors[1], num_targets, num_tokens, tensors[2])
 
     def settings(self) -> dict[str, Any]:
         """All that decides the content and order of batches: equal settings give equal batches."""
