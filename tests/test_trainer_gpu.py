@@ -47,8 +47,7 @@ def gpu_batches(num_steps: int) -> list[Batch]:
         stream = torch.randint(0, 4096, (ROWS, SEQUENCE + 1), generator=generator)
         labels = stream[:, 1:].clone()
         labels[1, SEQUENCE // 2 :] = -100
-        tokens, positions = stream[:, :-1].contiguous(), torch.arange(SEQUENCE).repeat(ROWS, 1)
-        batches.append(Batch(tokens, labels, int((labels != -100).sum()), labels.numel(), positions))
+        batches.append(Batch(stream[:, :-1].contiguous(), labels, int((labels != -100).sum()), labels.numel()))
     return batches
 
 

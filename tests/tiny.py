@@ -39,8 +39,7 @@ def tiny_batches(num_steps: int, *, rows: int = ROWS, vocab: int = 61) -> list[B
         tokens, labels = stream[:, :-1].contiguous(), stream[:, 1:].clone()
         for row in range(rows):
             labels[row, SEQUENCE - 2 * (row % 4) :] = -100
-        positions = torch.arange(SEQUENCE).repeat(rows, 1)
-        batches.append(Batch(tokens, labels, int((labels != -100).sum()), tokens.numel(), positions))
+        batches.append(Batch(tokens, labels, int((labels != -100).sum()), tokens.numel()))
     return batches
 
 

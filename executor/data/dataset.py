@@ -24,14 +24,15 @@ class Batch:
     """One step's rows. `labels[r, i]` is the token after `tokens[r, i]`, or -100 where nothing is to be learned.
 
     `positions[r, i]` is the token's place in its document, from 0: a 0 begins another document, which must not see
-    those before it. Padding at a row's end is one more document. `num_tokens` counts what is not padding.
+    those before it. Padding at a row's end is one more document. Without positions a row is one document.
+    `num_tokens` counts what is not padding.
     """
 
     tokens: torch.Tensor  # int64 [rows, sequence]
     labels: torch.Tensor  # int64 [rows, sequence]
     num_targets: int  # labels that are not -100; at least 1
     num_tokens: int
-    positions: torch.Tensor  # int64 [rows, sequence]
+    positions: torch.Tensor | None = None  # int64 [rows, sequence]
 
 
 @dataclass
