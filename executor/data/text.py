@@ -77,7 +77,7 @@ def _check(path: Path) -> None:
             while chunk := _read_lines(file):
                 is_blank = is_blank and not chunk.strip()
                 size += len(chunk)
-                if len(begin) < _JSON_CHARACTERS:
+                if path.suffix.lower() == ".txt" and len(begin) < _JSON_CHARACTERS:
                     begin += chunk
     except OSError as error:
         raise _Unusable(f"cannot be read ({error.strerror})") from error
@@ -85,7 +85,7 @@ def _check(path: Path) -> None:
         raise _Unusable(f"is not UTF-8 text (byte {_first_wrong_byte(path)})") from error
     if is_blank:
         raise _Unusable("is empty")
-    if path.suffix.lower() == ".txt" and begin.lstrip()[:1] in ("{", "[") and _is_json(begin, whole=size == len(begin)):
+    if begin.lstrip()[:1] in ("{", "[") and _is_json(begin, whole=size == len(begin)):
         raise _Unusable("holds JSON, not text; name it .jsonl (one row a line) or .json to train on its rows")
 
 
