@@ -311,6 +311,16 @@ def test_one_text_has_its_end_held_out(text_file):
     )
 
 
+def test_at_least_one_part_is_held_out_and_one_stays(mixed_file, tmp_path):
+    train, held_out = open_datasets(mixed_file, eval_fraction=0.001, **SIZES)
+    assert held_out.report.num_rows == 1
+    assert train.report.num_rows == opened(mixed_file).report.num_rows - 1
+    single = tmp_path / "single.jsonl"
+    single.write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match="leaves nothing to train on"):
+        open_datasets(single, eval_fraction=0.5, **SIZES)
+
+
 def test_data_to_evaluate_on_may_be_named_and_are_never_those_trained_on(mixed_file, text_file, tmp_path):
     train, evaluation = open_datasets(mixed_file, eval_source=text_file, **SIZES)
     assert letters(train) == letters(opened(mixed_file))
@@ -332,7 +342,7 @@ def test_data_to_evaluate_on_may_be_named_and_are_never_those_trained_on(mixed_f
     ("choices", "reason"),
     [
         ({"eval_fraction": 1.5}, "eval_fraction: 1.5 is no part of the data"),
-        ({"eval_fraction": 0.001}, "leaves nothing to evaluate on"),
+        ({"eval_fraction": 0.0}, "eval_fraction: 0.0 is no part of the data"),
         ({"eval_fraction": 0.999}, "leaves nothing to train on"),
         ({"eval_fraction": 0.1, "eval_source": "x"}, "not both"),
         ({"eval_source": "synthetic"}, "synthetic data teaches nothing"),

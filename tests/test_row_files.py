@@ -184,6 +184,15 @@ def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, form, package,
 # Hugging Face datasets
 
 
+def test_a_saved_dataset_of_many_files_is_read_once(tmp_path):
+    datasets.disable_progress_bars()
+    rows = [{"text": str(number)} for number in range(10)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    corpus = corpus_of(tmp_path / "saved")
+    assert [whole for whole, _ in all_shown(corpus)] == [f"{number}<eos>" for number in range(10)]
+    assert corpus.read.num_files == 3
+
+
 def test_a_saved_dataset_with_splits_trains_on_train(tmp_path):
     datasets.disable_progress_bars()
     splits = {name: datasets.Dataset.from_list([{"text": name}] * 3) for name in ("train", "test")}

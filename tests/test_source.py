@@ -1,8 +1,11 @@
 """What a path names: files of one kind, in a fixed order, and what is said of all else."""
 
+import os
+
 import pytest
 from data_cases import all_shown, corpus_of, written_rows
 
+import executor.data.corpus
 from executor.data.source import find_source
 from simulator.errors import InputError, UnsupportedChoice
 
@@ -88,3 +91,36 @@ def test_the_digest_is_of_content_and_names_inside(tmp_path):
     digests = {find_source(folder).digest() for folder in (first, renamed, changed)}
     assert len(digests) == 3
     assert find_source(first / "a.txt").digest() != find_source(changed / "a.txt").digest()
+
+
+def test_a_cache_inside_the_data_is_refused(tmp_path):
+    written_rows(tmp_path, {"text": "a"})
+    with pytest.raises(InputError, match=r"^cache: .*/cache lies inside the data, .*; set it to a folder elsewhere"):
+        corpus_of(tmp_path, cache=tmp_path / "cache")
+    corpus_of(tmp_path / "data.jsonl", cache=tmp_path / "cache")
+
+
+def test_data_that_change_while_they_are_read_are_not_cached(tmp_path, monkeypatch):
+    path = written_rows(tmp_path, {"text": "a"})
+    original = executor.data.corpus.write_rows
+
+    def meanwhile(*given, **named):
+        original(*given, **named)
+        with path.open("a") as file:
+            file.write('{"text": "b"}\n')
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor.data.corpus, "write_rows", meanwhile)
+        with pytest.raises(InputError, match="has changed while it was read"):
+            corpus_of(path)
+    assert [whole for whole, _ in all_shown(corpus_of(path))] == ["a<eos>", "b<eos>"]
+
+
+def test_names_and_rows_that_no_terminal_takes_are_shown_with_question_marks(tmp_path):
+    path = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    with open(path, "w") as file:
+        file.write('{"text": "", "more": "\\ud800"}\n{"text": "\\ud800"}\n')
+    corpus = corpus_of(tmp_path)
+    report = corpus.report(corpus.documents, num_rows=1, num_held_out=0)
+    assert report.first_skipped == {"empty text": f'{tmp_path}/caf?.jsonl:1: {{"text": "", "more": "?"}}'}
+    assert "\n".join(report.lines()).encode()

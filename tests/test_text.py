@@ -98,6 +98,12 @@ def test_long_documents_are_cut_for_the_tokenizer_and_not_in_the_sample(tmp_path
         assert tokens.count(tokenizer.eos_id) == cut.samples.num_samples == 2
 
 
+def test_line_ends_that_are_cut_in_two_make_no_difference(tmp_path, monkeypatch):
+    monkeypatch.setattr(executor.data.text, "_PIECE_CHARACTERS", 4)
+    path = written(tmp_path / "a.txt", "abc\r\nab\r\r\n\r\r\r\nabc\r")
+    assert tokens_of(path) == [*b"abc\nab\r\n\r\r\nabc\r", 256]
+
+
 def test_beginning_and_end_are_written_once_even_if_the_text_brings_them(tmp_path):
     folder = sentence_piece_folder(tmp_path / "tokenizer")
     plain = tokens_of(written(tmp_path / "a.txt", "the dog"), folder)

@@ -41,7 +41,7 @@ def test_the_same_content_is_tokenized_once_wherever_it_lies(tmp_path, counted):
     (tmp_path / "other").mkdir()
     cache = tmp_path / "cache"
     first = corpus_of(written_rows(tmp_path, *ROWS, {"text": ""}), cache=cache)
-    moved = written_rows(tmp_path / "other", *ROWS, {"text": ""})
+    moved = written_rows(tmp_path / "other", *ROWS, {"text": ""}, name="renamed.jsonl")
     again = corpus_of(moved, cache=cache, sequence_length=7, packing=True, long_samples="split")
     assert len(counted) == 1
     assert all_shown(again) == all_shown(first)
@@ -209,7 +209,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, name):
     monkeypatch.setattr("executor.data.token_cache._CHECKED_BYTES", 2**13)
     monkeypatch.setattr("executor.data.documents._COUNTED_TOKENS", 2**13)
     peaks, sizes = [], []
-    for rows in (500, 2000, 8000):
+    for rows in (300, 1000, 4000):
         texts = [f"{number} " * 100 for number in range(rows)]
         path = tmp_path / str(rows) / name
         path.parent.mkdir()

@@ -104,9 +104,9 @@ def _answer_span(
     None where the template writes it differently in the whole than on its own, as templates do that drop the
     reasoning of earlier turns.
     """
-    through = tokenizer.render(messages[: number + 1], add_generation_prompt=False)
-    if number == len(messages) - 1:
-        through = text
+    through = text
+    if number < len(messages) - 1:
+        through = tokenizer.render(messages[: number + 1], add_generation_prompt=False)
     if not text.startswith(through):
         return None
     # What inference would be given to answer is the prompt.

@@ -117,10 +117,14 @@ def read_corpus(
     check_columns(choices.columns)
     source = find_source(name)
     tokenizer = open_tokenizer(model_folder, vocab_size=vocab_size, choice=choices.tokenizer)
+    folder = Path(choices.cache).expanduser() if choices.cache is not None else default_folder()
+    if source.folder and folder.resolve().is_relative_to(source.folder.resolve()):
+        raise InputError(f"cache: {folder} lies inside the data, {source.name}; set it to a folder elsewhere")
+    digest = source.digest()
     key = cache_key(
         {
             "code": [package_hash(Path(__file__).parent), Path(tokenizers.__file__).read_text()],
-            "source": source.digest(),
+            "source": digest,
             "is_text": source.is_text,
             "tokenizer": tokenizer.identity,
             "vocab_size": vocab_size,
@@ -138,8 +142,9 @@ def read_corpus(
                 source, tokenizer, writer, tally, columns=choices.columns, train_on_prompt=choices.train_on_prompt,
                 skip_invalid=choices.skip_invalid,
             )  # fmt: skip
+        if source.digest() != digest:  # what was written is not what the key says
+            raise InputError(f"{source.name}: has changed while it was read; start again when it is complete")
 
-    folder = Path(choices.cache).expanduser() if choices.cache is not None else default_folder()
     samples, read = cached_samples(folder, key, write, vocab_size=vocab_size, say=say)
     documents = cut_samples(samples, sequence_length=sequence_length, long_samples=choices.long_samples)
     corpus = Corpus(source, tokenizer, choices, sequence_length, samples, read, documents)

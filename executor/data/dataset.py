@@ -126,7 +126,7 @@ def open_datasets(
     source: Path | str,
     *,
     eval_source: Path | str | None = None,
-    eval_fraction: float = 0.0,
+    eval_fraction: float | None = None,
     vocab_size: int,
     sequence_length: int,
     rows_per_step: int,
@@ -138,14 +138,14 @@ def open_datasets(
     """The data to train on and those to evaluate on, which are never trained on and never shuffled.
 
     They come from `eval_source`, read like `source`, or are held out from it: `eval_fraction` of the samples, the same
-    ones in every run on the same data; of documents' parts, the last ones, where there are too few samples. None
-    where neither is given.
+    ones in every run on the same data. Where that is not one sample, it is the last of their parts, at least one.
+    None where neither is given.
 
     Raises InputError as `open_dataset` does, and where nothing would be left on one side, or be on both.
     """
-    if eval_source is not None and eval_fraction:
+    if eval_source is not None and eval_fraction is not None:
         raise InputError("eval_data and eval_fraction: name the data to evaluate on, or hold some out, not both")
-    if SYNTHETIC in (source, eval_source) and (eval_fraction or eval_source is not None):
+    if SYNTHETIC in (source, eval_source) and (eval_fraction, eval_source) != (None, None):
         raise InputError("eval_data and eval_fraction: synthetic data teaches nothing that could be evaluated")
     if source == SYNTHETIC:
         return _synthetic(vocab_size, sequence_length, rows_per_step, seed), None
@@ -164,7 +164,7 @@ def open_datasets(
         _require_apart(corpus, other)
         evaluated = _dataset(other, np.ones(len(other.documents), np.bool_), rows_per_step, seed, shuffle=False)
         return _dataset(corpus, every, rows_per_step, seed, shuffle=True), evaluated
-    if not eval_fraction:
+    if eval_fraction is None:
         return _dataset(corpus, every, rows_per_step, seed, shuffle=True), None
     held_out = _held_out(corpus, eval_fraction)
     return (
@@ -198,11 +198,11 @@ def _held_out(corpus: Corpus, fraction: float) -> BoolArray:
     if 0 < count < len(samples):
         drawn = samples[_drawn_order(len(samples), _HELD_OUT_SEED, 0)[:count]]
         return np.isin(corpus.documents.samples, drawn)
-    count = round(fraction * len(corpus.documents))
-    if not 0 < count < len(corpus.documents):
+    count = max(1, round(fraction * len(corpus.documents)))
+    if count >= len(corpus.documents):
         raise InputError(
-            f"eval_fraction: {fraction} of {len(samples)} samples in {len(corpus.documents)} rows leaves nothing to "
-            f"{'evaluate' if not count else 'train'} on; set another, or name eval_data"
+            f"eval_fraction: {fraction} of {len(samples)} samples, {len(corpus.documents)} documents of a row each, "
+            "leaves nothing to train on; set another, or name eval_data"
         )
     return np.arange(len(corpus.documents)) >= len(corpus.documents) - count
 

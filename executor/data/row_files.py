@@ -3,6 +3,7 @@
 import codecs
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, TextIO
 from simulator.errors import InputError
 
 _CHUNK_CHARACTERS = 2**20
+_SPACE = re.compile(r"[ \t\n\r]+")
 _MOST_CHARACTERS = 2**28  # of one row of JSON: where a mistake would have the rest of a file read as one
 PARQUET_BATCH_ROWS = 512
 
@@ -105,10 +107,10 @@ class _JsonText:
     def peek(self) -> str:
         """The next character that is no white space; empty at the end."""
         while True:
-            rest = self._text[self._at :].lstrip() if self._at < len(self._text) else ""
-            self._advance(len(self._text) - self._at - len(rest))
-            if rest or self._ended:
-                return rest[:1]
+            if found := _SPACE.match(self._text, self._at):
+                self._advance(found.end() - self._at)
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
             self._read_more()
 
     def take(self) -> None:

@@ -27,7 +27,7 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=$|[-_.0-9])",
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one kind in a fixed order. `name` is as the user wrote it.
+    """Files of one kind in a fixed order. `name` is as the user wrote it, `folder` where the files' names begin.
 
     A place in a source is (file, line): the index into `files`, and a line from 1, or 0 for the file as a whole.
     """
@@ -35,23 +35,28 @@ class Source:
     name: str
     files: tuple[Path, ...]
     is_text: bool
+    folder: Path | None = None  # None: a file, or a dataset
     left_out: tuple[str, ...] = ()  # what the folder holds besides, in words
     dataset: hub.HubDataset | None = None  # in place of files that are read here
 
     def place(self, file: int, line: int) -> str:
         """A place as the user finds it: `path:line`."""
-        path = self.name if self.dataset else str(self.files[file])
+        path = self.name if self.dataset else _printable(self.files[file])
         return f"{path}:{line}" if line else path
 
-    def records(self, file: int) -> Iterator[Record]:
-        """The rows of a file. Raises InputError where it cannot be read on."""
-        return self.dataset.records() if self.dataset else read_records(self.files[file])
+    def records(self) -> Iterator[tuple[int, Iterator[Record]]]:
+        """Each file's index with its rows. Raises InputError where one cannot be read on."""
+        if self.dataset:  # which knows what of its files is meant
+            yield 0, self.dataset.records()
+            return
+        for index, path in enumerate(self.files):
+            yield index, read_records(path)
 
     def digest(self) -> str:
         """SHA-256 over the content of all files and their names inside the source, as hexadecimal digits."""
         total = hashlib.sha256()
         for path in self.files:
-            name = path.name if self.dataset else os.path.relpath(path, self.name)
+            name = os.path.relpath(path, self.folder) if self.folder else ""
             try:
                 with path.open("rb") as file:
                     content = hashlib.file_digest(file, "sha256").hexdigest()
@@ -76,7 +81,7 @@ def find_source(name: Path | str) -> Source:
     path = require_path(name, what="data")
     if hub.is_saved(path):
         dataset = hub.load_saved(path)
-        return Source(str(path), dataset.files, is_text=False, dataset=dataset)
+        return Source(_printable(path), dataset.files, is_text=False, dataset=dataset)
     if path.is_dir():
         return _folder(path)
     suffix = path.suffix.lower()
@@ -84,7 +89,7 @@ def find_source(name: Path | str) -> Source:
         raise UnsupportedChoice(
             f"{path}: {suffix} is not read; unpack it or write {', '.join(ROW_SUFFIXES)} or plain text"
         )
-    return Source(str(path), (path,), is_text=suffix not in ROW_SUFFIXES)
+    return Source(_printable(path), (path,), is_text=suffix not in ROW_SUFFIXES)
 
 
 def find_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -98,6 +103,11 @@ def find_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
             if name.lower().endswith(tuple(suffixes)) and not name.startswith(".") and Path(parent, name).is_file()
         ]
     return sorted(found)
+
+
+def _printable(path: Path) -> str:
+    """A path as text; bytes of its name that are not UTF-8 are question marks."""
+    return str(path).encode("utf-8", "replace").decode()
 
 
 def _folder(path: Path) -> Source:
@@ -114,7 +124,7 @@ def _folder(path: Path) -> Source:
             "name one file, or a folder of one kind"
         )
     left_out = (f"{len(rows)} files that are not text ({rows[0].name}, ...)",) if rows else ()
-    return Source(str(path), tuple(text), is_text=True, left_out=left_out)
+    return Source(_printable(path), tuple(text), True, path, left_out)
 
 
 def _rows(folder: Path, files: list[Path]) -> Source:
@@ -127,9 +137,9 @@ def _rows(folder: Path, files: list[Path]) -> Source:
     splits = {file: _split(folder, file) for file in files}
     others = [file for file in files if splits[file] not in ("", "train")]
     if "train" not in splits.values() or not others:
-        return Source(str(folder), tuple(files), is_text=False)
+        return Source(_printable(folder), tuple(files), False, folder)
     left_out = f"{len(others)} files of other splits than train ({others[0].name}, ...)"
-    return Source(str(folder), tuple(file for file in files if file not in others), False, (left_out,))
+    return Source(_printable(folder), tuple(file for file in files if file not in others), False, folder, (left_out,))
 
 
 def _split(folder: Path, file: Path) -> str:

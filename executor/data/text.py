@@ -64,8 +64,8 @@ def _pieces(path: Path, index: int) -> Iterator[Document]:
 def _read_lines(file: TextIO) -> str:
     """The next characters with line ends as `\\n`; empty at the end of the file."""
     chunk = file.read(_PIECE_CHARACTERS)
-    if chunk.endswith("\r"):
-        chunk += file.read(1)
+    while chunk.endswith("\r") and (more := file.read(1)):
+        chunk += more
     return chunk.replace("\r\n", "\n")
 
 

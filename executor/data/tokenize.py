@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,9 +108,9 @@ def _rows(
     train_on_prompt: bool,
     skip_invalid: bool,
 ) -> Iterator[_Row]:
-    for file in range(max(1, len(source.files))):
-        tally.num_files += 1
-        for record in source.records(file):
+    tally.num_files = len(source.files)
+    for file, records in source.records():
+        for record in records:
             tally.num_read += 1
             mistake = record.mistake
             if not mistake and not isinstance(record.value, dict):
@@ -128,11 +128,16 @@ def _rows(
                 tally.skip("invalid row", file, record.line, mistake)
                 continue
             if content.skip_reason:
-                shown = json.dumps(record.value, ensure_ascii=False, default=str)[:_SHOWN_CHARACTERS]
-                tally.skip(content.skip_reason, file, record.line, f": {shown}")
+                tally.skip(content.skip_reason, file, record.line, f": {_shown(record.value)}")
                 continue
             tally.kinds[kind.name] += 1
             yield _Row(file, record.line, KINDS.index(kind), content)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a row; lone halves of surrogate pairs, which no terminal takes, are question marks."""
+    text = json.dumps(value, ensure_ascii=False, default=str)[:_SHOWN_CHARACTERS]
+    return text.encode("utf-8", "replace").decode()
 
 
 def _batches(pieces: Iterator[Document]) -> Iterator[list[Document]]:
