@@ -170,6 +170,11 @@ def test_names_of_other_tools_are_no_names_of_ours_and_lead_to_ours() -> None:
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
+        ("columns: {prompt: no}", "columns: input should be a valid string"),
+        ("columns: [prompt]", "columns: input should be a valid dictionary"),
+        ("long_samples: cut", "long_samples: input should be 'auto', 'truncate', 'split' or 'drop', not 'cut'"),
+        ("packing: best", "packing: input should be a valid boolean"),
+        ("skip_invalid: 2", "skip_invalid: input should be a valid boolean"),
         ("learning_rate: fast", "learning_rate: input should be a valid number"),
         ("learning_rate: 0", "learning_rate: input should be greater than 0, not 0"),
         ("learning_rate: .nan", "learning_rate: "),
@@ -184,11 +189,6 @@ def test_names_of_other_tools_are_no_names_of_ours_and_lead_to_ours() -> None:
         ("device_memory: 24 apples", "device_memory: should be a size"),
         ("host_memory: -5", "host_memory: "),
         ("keep_checkpoints: 0", "keep_checkpoints: input should be greater than 0"),
-        ("columns: {prompt: no}", "columns: input should be a valid string"),
-        ("columns: [prompt]", "columns: input should be a valid dictionary"),
-        ("long_samples: cut", "long_samples: input should be 'auto', 'truncate', 'split' or 'drop', not 'cut'"),
-        ("packing: best", "packing: input should be a valid boolean"),
-        ("skip_invalid: 2", "skip_invalid: input should be a valid boolean"),
         ("epsilon:", "epsilon: input should be a valid number, not None"),
     ],
 )
