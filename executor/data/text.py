@@ -22,10 +22,6 @@ class Document(NamedTuple):
     is_last: bool
 
 
-class _Unusable(Exception):
-    """Why a file is of no use; seen before its first piece is given out, or while it is read on."""
-
-
 def documents(source: Source, tally: Tally) -> Iterator[Document]:
     """The files of a source in pieces of bounded size, cut where tokens seldom straddle.
 
@@ -35,12 +31,11 @@ def documents(source: Source, tally: Tally) -> Iterator[Document]:
     for index, path in enumerate(source.files):
         tally.num_files += 1
         tally.num_read += 1
-        try:
-            _check(path)
-        except _Unusable as error:
-            if len(source.files) == 1:
-                raise InputError(f"{path}: {error}") from error
-            tally.skip(str(error).split(" (")[0], index, 0)
+        reason = _reason_against(path)
+        if reason and len(source.files) == 1:
+            raise InputError(f"{path}: {reason}")
+        if reason:
+            tally.skip(reason.split(" (")[0], index, 0)
             continue
         tally.kinds["text"] += 1
         yield from _pieces(path, index)
@@ -69,8 +64,8 @@ def _read_lines(file: TextIO) -> str:
     return chunk.replace("\r\n", "\n")
 
 
-def _check(path: Path) -> None:
-    """Raise _Unusable for a file that is no text to train on; reads all of it, since its last byte may say so."""
+def _reason_against(path: Path) -> str:
+    """Why a file is no text to train on; empty where it is. Reads all of it, since its last byte may say so."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             is_blank, begin, size = True, "", 0
@@ -80,13 +75,14 @@ def _check(path: Path) -> None:
                 if path.suffix.lower() == ".txt" and len(begin) < _JSON_CHARACTERS:
                     begin += chunk
     except OSError as error:
-        raise _Unusable(f"cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise _Unusable(f"is not UTF-8 text (byte {_first_wrong_byte(path)})") from error
+        return f"cannot be read ({error.strerror})"
+    except UnicodeDecodeError:
+        return f"is not UTF-8 text (byte {_first_wrong_byte(path)})"
     if is_blank:
-        raise _Unusable("is empty")
+        return "is empty"
     if begin.lstrip()[:1] in ("{", "[") and _is_json(begin, whole=size == len(begin)):
-        raise _Unusable("holds JSON, not text; name it .jsonl (one row a line) or .json to train on its rows")
+        return "holds JSON, not text; name it .jsonl (one row a line) or .json to train on its rows"
+    return ""
 
 
 def _first_wrong_byte(path: Path) -> int:
