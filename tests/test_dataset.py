@@ -242,8 +242,14 @@ def test_an_unpacked_row_counts_up_to_its_padding_which_begins_anew(jsonl_file):
     assert rows_that_fill_up.positions[3].tolist() == list(range(8))
 
 
-def test_padding_that_packing_would_save_is_said(jsonl_file):
-    assert "of all places are padding, which packing: true would fill" in opened(jsonl_file).report.lines()[1]
+def test_rows_that_packing_would_save_are_said(jsonl_file, tmp_path):
+    rows = opened(jsonl_file).rows.num_rows, opened(jsonl_file, choices={"packing": True}).rows.num_rows
+    saved = f"packing: true would save {1 - rows[1] / rows[0]:.0%} of the rows"
+    assert saved in opened(jsonl_file).report.lines()[1]
+    # Documents of more than half a row leave padding that no packing fills.
+    path = tmp_path / "large.jsonl"
+    path.write_text('{"text": "abcde"}\n' * 9)
+    assert "packing: true" not in "".join(opened(path).report.lines())
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from executor import tokenizer as tokenizers
-from executor.data.documents import Documents, LongSamples, cut_samples
+from executor.data.documents import Documents, LongSamples, cut_samples, packing_saves
 from executor.data.report import DataReport, ReadReport, Tally, shown_sample, skipped_lines
 from executor.data.row_kind import check_columns
 from executor.data.source import Source, find_source
@@ -72,6 +72,7 @@ class Corpus:
             longest_at=self._place(longest),
             num_untrained_turns=self.read.num_untrained_turns,
             packed=self.choices.packing,
+            packing_saves=0.0 if self.choices.packing else packing_saves(documents.sizes, self.sequence_length),
             num_held_out=num_held_out,
             num_rows=num_rows,
             num_tokens=int(documents.sizes.sum()),

@@ -12,6 +12,7 @@ from executor.tokenizer import BoolArray
 LongSamples = Literal["auto", "truncate", "split", "drop"]
 
 _COUNTED_TOKENS = 2**24  # at once
+_SURVEYED_DOCUMENTS = 50_000
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,12 @@ def best_fit(sizes: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
     renumbered[np.argsort(firsts)] = np.arange(num_rows)
     members = np.argsort(renumbered[row_of], kind="stable")
     return members, np.cumsum([0, *np.bincount(renumbered[row_of], minlength=num_rows)], dtype=np.int64)
+
+
+def packing_saves(sizes: IntArray, capacity: int) -> float:
+    """About which part of the rows best fit saves beside a row for each document, from the first of them."""
+    some = sizes[:_SURVEYED_DOCUMENTS]
+    return 1 - (len(best_fit(some, capacity)[1]) - 1) / max(1, len(some))
 
 
 def _count_targets(trained: BoolArray, begins: IntArray, ends: IntArray) -> IntArray:
