@@ -1,8 +1,10 @@
 """Tokens on disk: found by content, written once, never trusted when damaged."""
 
 import json
-import multiprocessing
 import os
+import shutil
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import executor.data.corpus
 from executor.data.token_cache import cached_samples, default_folder
 from simulator.errors import ConveyorError, InputError
 
+ROOT = Path(__file__).parents[1]
 ROWS = [{"text": f"row {number} " * (number % 5 + 1)} for number in range(50)]
 CHAT = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 
@@ -138,38 +141,45 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
 
 
 def test_a_cache_that_is_deleted_meanwhile_goes_on_being_read(tmp_path):
-    import shutil
-
     corpus = corpus_of(written_rows(tmp_path, *ROWS), cache=tmp_path / "cache")
     expected = all_shown(corpus)
     shutil.rmtree(tmp_path / "cache")
     assert all_shown(corpus) == expected
 
 
-def _tokenize(path: str, cache: str, queue: "multiprocessing.Queue[object]") -> None:
-    written = []
+WRITER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from executor.data.token_cache import cached_samples
 
-    def write(writer, tally):
-        written.append(1)
-        for number in range(2000):
-            writer.add(np.full(100, number % 7, np.uint32), np.ones(100, np.bool_))
-            writer.end(file=0, line=number + 1, kind=0)
+written = 0
+def write(writer, tally):
+    global written
+    written += 1
+    time.sleep(0.5)  # the others come meanwhile
+    for number in range(2000):
+        writer.add(np.full(100, number % 7, np.uint32), np.ones(100, np.bool_))
+        writer.end(file=0, line=number + 1, kind=0)
 
-    samples, _ = cached_samples(Path(cache), "key", write, vocab_size=300)
-    queue.put((len(written), int(samples.tokens.sum())))
+print("ready", flush=True)
+sys.stdin.readline()
+samples, _ = cached_samples(Path(sys.argv[1]), "key", write, vocab_size=300)
+print(written, int(samples.tokens.sum()))
+"""
 
 
-def test_of_two_processes_one_writes_and_both_read(tmp_path):
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    processes = [context.Process(target=_tokenize, args=("", str(tmp_path), queue)) for _ in range(3)]
+def test_of_several_processes_one_writes_and_all_read(tmp_path):
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(3)]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
     for process in processes:
-        process.start()
-    found = [queue.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join()
-    assert sorted(written for written, _ in found) == [0, 0, 1]
-    assert len({total for _, total in found}) == 1
+        process.stdin.write("\n")
+        process.stdin.flush()
+    found = [process.communicate()[0].split() for process in processes]
+    assert sorted(written for written, _ in found) == ["0", "0", "1"]
+    assert {total for _, total in found} == {str(sum(number % 7 * 100 for number in range(2000)))}
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_key(tmp_path, monkeypatch):
