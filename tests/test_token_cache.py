@@ -14,7 +14,7 @@ from data_cases import all_shown, corpus_of, written_rows
 from tiny_tokenizer import CHATML, byte_level_folder
 
 import executor.data.corpus
-from executor.data.token_cache import cached_samples, default_folder
+from executor.data.token_cache import default_folder
 from simulator.errors import ConveyorError, InputError
 
 ROOT = Path(__file__).parents[1]
