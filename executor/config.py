@@ -151,7 +151,7 @@ class TrainConfig(Schema):
                 clipping=self.clipping,
                 compiled=compiled,
                 micro_batch_rows=None if self.micro_batch_size == "auto" else self.micro_batch_size,
-                **({"packed": True} if self.packing else {}),
+                packed=self.packing,
             )
         except pydantic.ValidationError as error:
             # The workload counts rows, the config calls them what other trainers do.

@@ -254,6 +254,22 @@ def test_rows_under_other_names_train_and_the_run_says_what_it_read(given, tmp_p
     assert content(tmp_path / "again" / "model") == content(tmp_path / "run" / "model")
 
 
+def test_packed_rows_train_through_the_front_door_and_by_no_plan_for_other_rows(given, tmp_path, complaint, capsys):
+    rows = [{"instruction": f"say {n}", "output": "x" * (n % 5 + 1)} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    settings = ["sequence_length=256", "tokens_per_step=512", "precision=fp32", "hardware=cpu-2-core", "max_steps=4"]
+    paths = [f"model={given / 'model'}", f"data={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'run'}"]
+    capsys.readouterr()
+    assert main(["train", *paths, *settings, "packing=true"]) == 0
+    assert "40 as alpaca" in (out := capsys.readouterr().out)
+    assert "; packed, " in out
+    steps_of_run = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0.5 * 512 < step["tokens"] <= 512 for step in steps_of_run[:3])
+    plan = tmp_path / "run" / "plan.json"
+    refused = training(given, tmp_path / "other", "packing=false", data=tmp_path / "a.jsonl", plan=plan)
+    assert "packing is False, the plan has True; plan again" in complaint(*refused)
+
+
 def test_costs_are_not_measured_in_the_name_of_other_hardware(given, tmp_path, complaint):
     if torch.cuda.is_available():
         pytest.skip("this machine has the other hardware")

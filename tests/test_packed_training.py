@@ -26,7 +26,6 @@ from tests.tiny import (
 STEPS = 3
 
 
-@pytest.mark.skipif("packed" not in Workload.model_fields, reason="attention does not know documents yet")
 def test_a_packed_step_is_a_plain_step_on_the_same_documents(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "q" * (n % 4), "completion": f"answer {n}"[: n % 9 + 2]} for n in range(17)]
