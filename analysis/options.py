@@ -111,7 +111,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="run.yaml", nargs="?", help="run config")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that win over the file's")
     parser.add_argument("--plan", metavar="FILE", help="train by this plan")
-    parser.add_argument("--data", metavar="PATH|synthetic", help="training data; synthetic: random tokens")
+    parser.add_argument("--data", metavar="PATH|hub:NAME|synthetic", help="training data; synthetic: random tokens")
     parser.add_argument("--output", metavar="DIR", help="run directory")
     parser.add_argument("--steps", metavar="N", type=count, help="number of steps: max_steps")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")

@@ -41,4 +41,11 @@ FOREIGN_NAMES: dict[str, str] = {
     **dict.fromkeys(("torch_compile", "compile"), "compiled"),
     **dict.fromkeys(("deepspeed", "fsdp", "cpu_offload", "offload_optimizer", "offload_param"), _PLANNED),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "ac_mode"), _PLANNED),
+    # Data
+    **dict.fromkeys(("sample_packing", "pack_sequences", "pack", "packed"), "packing"),
+    **dict.fromkeys(("train_on_inputs", "train_on_input", "mask_prompt"), "train_on_prompt (false masks prompts)"),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "train_on_prompt (false masks prompts)"),
+    **dict.fromkeys(("column_map", "column_mapping", "field_mapping"), "columns, as in columns: {prompt: question}"),
+    **dict.fromkeys(("truncation", "truncation_strategy", "excess_length_strategy"), "long_samples"),
+    **dict.fromkeys(("dataset_prepared_path", "tokenized_path", "cache_dir"), "cache"),
 }

@@ -20,6 +20,7 @@ import torch
 from executor import checkpoint
 from executor.adamw import step_scalars
 from executor.config import SYNTHETIC_DATA, TrainConfig
+from executor.data.corpus import DataChoices
 from executor.data.dataset import Dataset, open_dataset
 from executor.folder import require_free_disk
 from executor.huggingface import export, export_bytes, has_weights, initialise, load_weights, state_sink
@@ -78,7 +79,7 @@ class Run:
         self.context_bytes = _device_bytes_in_use(device)
         folder = Path(config.model) if config.model is not None else None
         self.model_folder = folder if folder is not None and has_weights(folder) else None
-        self.dataset = _open_dataset(config, model, workload, folder)
+        self.dataset = _open_dataset(config, model, workload, folder, say)
         self.num_steps = _num_steps(config, self.dataset)
         self.steps_applied = 0
         check_schedule(warmup_steps=config.warmup_steps, max_steps=self.num_steps)
@@ -298,11 +299,20 @@ class Run:
         self.trainer.close()
 
 
-def _open_dataset(config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None) -> Dataset:
+def _open_dataset(
+    config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None, say: Callable[[str], None]
+) -> Dataset:
     return open_dataset(
         config.data, vocab_size=model.vocab_size, sequence_length=workload.sequence_length,
         rows_per_step=workload.rows_per_step, seed=config.seed,
-        model_folder=folder if folder is not None and folder.is_dir() else None,
+        model_folder=folder if folder is not None and folder.is_dir() else None, choices=_data_choices(config), say=say,
+    )  # fmt: skip
+
+
+def _data_choices(config: TrainConfig) -> DataChoices:
+    return DataChoices(
+        columns=config.columns, train_on_prompt=config.train_on_prompt, skip_invalid=config.skip_invalid,
+        long_samples=config.long_samples, packing=config.packing, cache=config.cache,
     )  # fmt: skip
 
 
