@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+# simulator.policy has them too, and imports what `--help` need not wait for.
+SAVE_LEVELS = ("keep", "budget_70", "budget_50", "budget_30", "budget_10", "input")
+
 
 class Command(NamedTuple):
     """A command of the front door: its function in analysis/commands.py has the same name."""
@@ -60,8 +63,6 @@ def _probe(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(parser: argparse.ArgumentParser) -> None:
-    from simulator.policy import SAVE_LEVELS
-
     _model_and_hardware(parser)
     parser.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
     parser.add_argument(
@@ -70,7 +71,7 @@ def _measure(parser: argparse.ArgumentParser) -> None:
     _numbers(parser)
     parser.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
     parser.add_argument(
-        "--levels", metavar="LEVEL", nargs="+", choices=tuple(SAVE_LEVELS), default=[],
+        "--levels", metavar="LEVEL", nargs="+", choices=SAVE_LEVELS, default=[],
         help=f"save levels to time, of {', '.join(SAVE_LEVELS)}; default: all",
     )  # fmt: skip
     parser.add_argument(
