@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+# simulator.policy has them too, and imports what `--help` need not wait for.
+SAVE_LEVELS = ("keep", "budget_70", "budget_50", "budget_30", "budget_10", "input")
+
 
 class Command(NamedTuple):
     """A command of the front door: its function in analysis/commands.py has the same name."""
@@ -60,8 +63,6 @@ def _probe(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(parser: argparse.ArgumentParser) -> None:
-    from simulator.policy import SAVE_LEVELS
-
     _model_and_hardware(parser)
     parser.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
     parser.add_argument(
@@ -70,7 +71,7 @@ def _measure(parser: argparse.ArgumentParser) -> None:
     _numbers(parser)
     parser.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
     parser.add_argument(
-        "--levels", metavar="LEVEL", nargs="+", choices=tuple(SAVE_LEVELS), default=[],
+        "--levels", metavar="LEVEL", nargs="+", choices=SAVE_LEVELS, default=[],
         help=f"save levels to time, of {', '.join(SAVE_LEVELS)}; default: all",
     )  # fmt: skip
     parser.add_argument(
@@ -115,7 +116,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="run.yaml", nargs="?", help="run config")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that win over the file's")
     parser.add_argument("--plan", metavar="FILE", help="train by this plan")
-    parser.add_argument("--data", metavar="PATH|synthetic", help="training data; synthetic: random tokens")
+    parser.add_argument("--data", metavar="PATH|hub:NAME|synthetic", help="training data; synthetic: random tokens")
     parser.add_argument("--output", metavar="DIR", help="run directory")
     parser.add_argument("--steps", metavar="N", type=count, help="number of steps: max_steps")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")

@@ -11,6 +11,8 @@ import pydantic
 import yaml
 
 from executor.batch_size import BatchSize
+from executor.data.documents import LongSamples
+from executor.data.row_kind import check_columns
 from executor.foreign_names import FOREIGN_NAMES
 from executor.loggers import LoggerName
 from executor.schedule import LearningRateSchedule, Schedule, check_schedule, warmup_steps_of
@@ -23,6 +25,7 @@ from simulator.schema import Schema, describe
 from simulator.units import parse_bytes
 
 SYNTHETIC_DATA = "synthetic"  # in place of a path: random tokens, to benchmark
+_TRUTH_VALUES = ("compiled", "train_on_prompt", "skip_invalid", "packing")
 
 Name = Annotated[str, pydantic.Field(min_length=1)]
 Count = Annotated[int, pydantic.Field(gt=0)]
@@ -58,11 +61,19 @@ class TrainConfig(Schema):
 
     # What to train, on what, to where
     model: Name | None = None  # a Hugging Face folder, or its config.json: random weights, for benchmarks
-    data: Name  # a file, or "synthetic"
+    data: Name  # a file or a folder, "hub:owner/name", or "synthetic"
     output: Name  # the run directory
     plan: Name | None = None  # a plan.json; without one the run is planned first
     hardware: Name | None = None  # a catalogue name or a profile; without one this machine is probed
     costs: Name | None = None  # measured operation costs; modelled where there are none
+
+    # What of the data is trained
+    columns: dict[Name, Name] = pydantic.Field(default_factory=dict)  # column here -> the rows' own name for it
+    train_on_prompt: bool = False  # prompts are masked otherwise
+    skip_invalid: bool = False  # count rows that cannot be read, instead of refusing them
+    long_samples: LongSamples = "auto"  # auto: text is split, other samples are cut off
+    packing: bool = False  # several documents in a row, which do not see each other
+    cache: Name | None = None  # the folder of tokenized data; None: in the user's cache folder
 
     # One step
     sequence_length: Count | None = None  # tokens in a row
@@ -119,7 +130,7 @@ class TrainConfig(Schema):
     @classmethod
     def _no_truth_for_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         # YAML reads yes, no, on and off as truth values, and pydantic would take them for 1 and 0.
-        if isinstance(value, bool) and info.field_name != "compiled":
+        if isinstance(value, bool) and info.field_name not in _TRUTH_VALUES:
             raise ValueError("takes no truth value, as which YAML reads true, false, yes, no, on and off")
         return value
 
@@ -140,6 +151,10 @@ class TrainConfig(Schema):
             missing.remove("tokens_per_step")  # said in rows, it lacks the length only
         if self.plan is None and missing:
             yield f"set {' and '.join(missing)}, or a plan that holds what is missing"
+        try:
+            check_columns(self.columns)
+        except InputError as error:
+            yield str(error)
         if self.sequence_length is not None and self.tokens_per_step is not None:
             try:
                 self.workload(compiled=False)
@@ -199,6 +214,7 @@ class TrainConfig(Schema):
                 clipping=self.clipping,
                 compiled=compiled,
                 micro_batch_rows=None if self.micro_batch_size == "auto" else self.micro_batch_size,
+                packed=self.packing,
             )
         except pydantic.ValidationError as error:
             # The workload counts rows, the config calls them what other trainers do.

@@ -115,4 +115,11 @@ FOREIGN_NAMES: dict[str, str] = {
         _PLANNED,
     ),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"), _PLANNED),
+    # Data
+    **dict.fromkeys(("sample_packing", "pack_sequences", "pack", "packed"), "packing"),
+    **dict.fromkeys(("train_on_inputs", "train_on_input", "mask_prompt"), "train_on_prompt (false masks prompts)"),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "train_on_prompt (false masks prompts)"),
+    **dict.fromkeys(("column_map", "column_mapping", "field_mapping"), "columns, as in columns: {prompt: question}"),
+    **dict.fromkeys(("truncation", "truncation_strategy", "excess_length_strategy"), "long_samples"),
+    **dict.fromkeys(("dataset_prepared_path", "tokenized_path", "cache_dir"), "cache"),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from simulator.program import Kind
 STANDARD_DEVIATION = 0.02  # of the random weights: what the clocks do depends on the bits that flip
 WARM_STEPS = 3
 TIMED_STEPS = 5
+MICRO_BATCHES = 4  # run at once: one writes its gradients, the others add
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ def measure_ideal(
 ) -> MeasuredIdeal:
     """Median of 5 steps after 3, and after `warm_seconds` of load, at `num_layers` layers of the model.
 
+    Micro-batches do not wait for each other, so of a long step a part is run, again and again, and its time scaled.
+
     Raises OutOfMemory or torch's own error where that many layers do not fit.
     """
     total_layers = int(config["num_hidden_layers"])
@@ -50,7 +53,10 @@ def measure_ideal(
     if isinstance(config.get("layer_types"), list):
         cut["layer_types"] = config["layer_types"][:num_layers]
     model = model_spec(cut)
-    here = workload.model_copy(update={"micro_batch_rows": micro_batch_rows})
+    micro_batches = workload.rows_per_step // micro_batch_rows
+    run_at_once = min(MICRO_BATCHES, micro_batches)
+    tokens = run_at_once * micro_batch_rows * workload.sequence_length
+    here = workload.model_copy(update={"micro_batch_rows": micro_batch_rows, "tokens_per_step": tokens})
     step = _IdealStep(cut, model, here, micro_batch_rows, save_level, device)
     try:
         started = time.perf_counter()
@@ -63,7 +69,7 @@ def measure_ideal(
         if num_layers < total_layers:
             in_layers = step.layer_seconds()
             measured += in_layers * (total_layers / num_layers - 1)
-        return MeasuredIdeal(measured, num_layers)
+        return MeasuredIdeal(measured * micro_batches / run_at_once, num_layers)
     finally:
         step.close()
 

@@ -107,6 +107,7 @@ def settled(config: TrainConfig, plan: Plan) -> TrainConfig:
         "state_format": workload.state_format,
         "clipping": workload.clipping,
         "compiled": workload.compiled,
+        "packing": workload.packed,
     }
     different = [
         f"{key} is {getattr(config, key)!r}, the plan has {value!r}"

@@ -5,11 +5,13 @@ inputs, saved activations, their gradients) is kept by name from the operation t
 releases it.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from executor.layer import Documents
 from executor.store import BlockLayout, BlockState, HostStore, Plane, cuda_pinning, plane_dtype
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
@@ -135,8 +137,10 @@ class Memory:
         storages: dict[int, int] = {}
         held = 0
         for value in self.passing.values():
-            if isinstance(value, torch.Tensor):
-                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            if isinstance(value, torch.Tensor | Documents):
+                # Positions are a view of the batch's own memory, which is persistent.
+                tensors = [value] if isinstance(value, torch.Tensor) else itertools.chain(*value.by_kind.values())
+                storages |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
             else:
                 held += value.kept_bytes() - (
                     value.hidden.untyped_storage().nbytes() if value.hidden is not None else 0

@@ -20,8 +20,9 @@ import torch
 from executor import checkpoint
 from executor.adamw import step_scalars
 from executor.config import SYNTHETIC_DATA, TrainConfig
-from executor.data.dataset import Dataset, open_dataset
-from executor.evaluation import all_batches, evaluations_without_improvement, hold_out
+from executor.data.corpus import DataChoices
+from executor.data.dataset import Dataset, open_datasets
+from executor.evaluation import all_batches, evaluations_without_improvement
 from executor.folder import require_free_disk
 from executor.huggingface import export, export_bytes, has_weights, initialise, load_weights, state_sink
 from executor.loggers import Logger, open_loggers, require_loggers
@@ -83,7 +84,7 @@ class Run:
         folder = Path(config.model) if config.model is not None else None
         self.model_folder = folder if folder is not None and has_weights(folder) else None
         require_loggers(config.loggers)
-        self.dataset, self.eval_dataset = _open_datasets(config, model, workload, folder)
+        self.dataset, self.eval_dataset = _open_datasets(config, model, workload, folder, say)
         self.num_steps = _num_steps(config, self.dataset)
         self.steps_applied = 0
         self.schedule = config.schedule(self.num_steps)
@@ -353,21 +354,20 @@ class Run:
 
 
 def _open_datasets(
-    config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None
+    config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None, say: Callable[[str], None]
 ) -> tuple[Dataset, Dataset | None]:
-    """The data to train on, and those to evaluate on, if any."""
+    return open_datasets(
+        config.data, eval_source=config.eval_data, eval_fraction=config.eval_fraction, vocab_size=model.vocab_size,
+        sequence_length=workload.sequence_length, rows_per_step=workload.rows_per_step, seed=config.seed,
+        model_folder=folder if folder is not None and folder.is_dir() else None, choices=_data_choices(config), say=say,
+    )  # fmt: skip
 
-    def opened(source: str, *, shuffle: bool) -> Dataset:
-        return open_dataset(
-            source, vocab_size=model.vocab_size, sequence_length=workload.sequence_length,
-            rows_per_step=workload.rows_per_step, seed=config.seed, shuffle=shuffle,
-            model_folder=folder if folder is not None and folder.is_dir() else None,
-        )  # fmt: skip
 
-    dataset = opened(config.data, shuffle=True)
-    if config.eval_fraction is not None:
-        return hold_out(dataset, config.eval_fraction)
-    return dataset, None if config.eval_data is None else opened(config.eval_data, shuffle=False)
+def _data_choices(config: TrainConfig) -> DataChoices:
+    return DataChoices(
+        columns=config.columns, train_on_prompt=config.train_on_prompt, skip_invalid=config.skip_invalid,
+        long_samples=config.long_samples, packing=config.packing, cache=config.cache,
+    )  # fmt: skip
 
 
 def _num_steps(config: TrainConfig, dataset: Dataset) -> int:

@@ -39,7 +39,7 @@ class Runner(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def finish_report(self, steps_back: int) -> None: ...
+    def finish_report(self) -> float: ...
 
     def spans(self) -> list[Span]: ...
 
@@ -71,6 +71,7 @@ class InlineRunner:
         self.observe = observe
         self._spans: list[Span] = []
         self._memory: list[MemoryPoint] = []
+        self._reported = 0.0
 
     def run(self, program: Program, *, record: bool = False) -> None:
         """Run a program from its first operation to its last."""
@@ -83,6 +84,8 @@ class InlineRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             spans.append(_span(operation, start, time.perf_counter() - origin, ""))
+            if operation.kind is Kind.REPORT:
+                self._reported = time.perf_counter()
             if after is not None:
                 after()
             if record:
@@ -93,8 +96,9 @@ class InlineRunner:
     def synchronize(self) -> None:
         """Nothing is ever pending."""
 
-    def finish_report(self, steps_back: int) -> None:
-        """Nothing is ever pending."""
+    def finish_report(self) -> float:
+        """When the last report was there, on the clock of time.perf_counter. Nothing is ever pending."""
+        return self._reported
 
     def spans(self) -> list[Span]:
         """Spans of the last recorded program, seconds from its start."""
@@ -144,12 +148,15 @@ class StreamRunner:
         self._awaited = 0  # the newest host operation that a stream waits for
         self._recorded: dict[str, _Launched] = {}
         self._reference: tuple[torch.cuda.Event, float] | None = None
+        self._reports: deque[torch.cuda.Event] = deque()  # ends of reports that nobody has waited for
+        self._report_clock: tuple[torch.cuda.Event, float] | None = None  # an event, and when it was
 
     def run(self, program: Program, *, record: bool = False) -> None:
         """Launch a program. Returns before it has finished."""
         self.launched_before, self.launched = self.launched, {}
-        if record:
+        if record or self._report_clock is None:
             self._reference = self._clock_reference()
+            self._report_clock = self._report_clock or self._reference
         for operation in program:
             self.worker.raise_failure()
             if operation.resource is Resource.HOST:
@@ -179,10 +186,13 @@ class StreamRunner:
                 launched.start = torch.cuda.Event(enable_timing=True)
                 launched.start.record(stream)
             self.functions[operation.kind](operation)
-            launched.end = torch.cuda.Event(enable_timing=record, blocking=True)
+            timed = record or operation.kind is Kind.REPORT
+            launched.end = torch.cuda.Event(enable_timing=timed, blocking=True)
             launched.end.record(stream)
         if operation.resource is Resource.COMPUTE:
             self._ahead.append(launched.end)
+        if operation.kind is Kind.REPORT:
+            self._reports.append(launched.end)
         if record:
             launched.device_bytes = self.device_bytes()
         return launched
@@ -204,12 +214,19 @@ class StreamRunner:
             stream.synchronize()
         self.worker.raise_failure()
 
-    def finish_report(self, steps_back: int) -> None:
-        """Wait for the report of the last step launched (0) or of the one before (1)."""
-        launched = (self.launched, self.launched_before)[steps_back].get("report")
-        if launched is not None and launched.end is not None:
-            launched.end.synchronize()
+    def finish_report(self) -> float:
+        """Wait for the oldest report that nobody has waited for.
+
+        Returns when it was there, on the clock of time.perf_counter: by the GPU's clock from the report before, since
+        the launching thread may look much later.
+        """
+        end = self._reports.popleft()
+        end.synchronize()
         self.worker.raise_failure()
+        assert self._report_clock is not None
+        event, clock = self._report_clock
+        self._report_clock = end, clock + event.elapsed_time(end) / 1e3
+        return self._report_clock[1]
 
     def _clock_reference(self) -> tuple[torch.cuda.Event, float]:
         # An event on an idle stream completes at once: it ties the GPU's clock to the host's.

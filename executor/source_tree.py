@@ -26,6 +26,11 @@ def source_tree(root: Path | None = None) -> dict[str, str]:
     return {package: _tree(root / package).hex() for package in PACKAGES}
 
 
+def package_hash(folder: Path) -> str:
+    """The git tree hash of one folder of sources, committed or not."""
+    return _tree(folder).hex()
+
+
 def _tree(folder: Path) -> bytes:
     entries: list[tuple[bytes, bytes]] = []
     for path in folder.iterdir() if folder.is_dir() else ():

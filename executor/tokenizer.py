@@ -1,5 +1,6 @@
 """Tokenizers: the model folder's own, through transformers, or plain bytes."""
 
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -8,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.errors import InputError
+from simulator.schema import identity_hash
 
 TokenArray = npt.NDArray[np.unsignedinteger]  # uint32, or uint16 where it is stored
+BoolArray = npt.NDArray[np.bool_]
 TokenizerChoice = Literal["auto", "bytes"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -29,6 +32,8 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def identity(self) -> str: ...  # equal where texts and conversations become the same tokens
     @property
     def vocab_size(self) -> int: ...  # the model's: every id is below it
     @property
@@ -73,7 +78,7 @@ class ByteTokenizer:
                 f"tokenizer: bytes need a vocabulary of at least 257 (256 bytes and the end of sequence), "
                 f"the model has {vocab_size}"
             )
-        self.name = "bytes"
+        self.name = self.identity = "bytes"
         self.vocab_size = vocab_size
         self.eos_id = 256
         self.pad_id = 257 if vocab_size > 257 else 256
@@ -146,6 +151,14 @@ class FolderTokenizer:
         begin = self._tokenizer("", add_special_tokens=True)["input_ids"]
         self.prefix: TokenArray = np.array([token for token in begin if token != eos_id], np.uint32)
         self._check(np.array([self.eos_id, self.pad_id], np.uint32))
+        self.identity = self._identity()
+
+    def _identity(self) -> str:
+        own = self._tokenizer
+        rules = own.backend_tokenizer.to_str() if own.is_fast else {**own.get_vocab(), "": repr(own.init_kwargs)}
+        versions = [importlib.metadata.version(package) for package in ("transformers", "tokenizers")]
+        template = own.chat_template
+        return identity_hash([type(own).__name__, rules, template, self.eos_id, self.prefix.tolist(), versions])
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         encoded = self._call(texts)["input_ids"]

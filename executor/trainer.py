@@ -38,6 +38,7 @@ class StepResult:
     clip_factor: float
     num_targets: int
     num_tokens: int  # real tokens, padding left out
+    reported: float  # when the report was there, on the clock of time.perf_counter
 
     @property
     def applied(self) -> bool:
@@ -135,9 +136,10 @@ class Trainer:
             self.runner.run(self.evaluation)
             num_targets += batch.num_targets
             if index:  # the batch before has been read by now, so that its half may be filled again
-                self.runner.finish_report(1)
+                self.runner.finish_report()
                 loss_sum += self.memory.report[(index - 1) % 2, 0].item()
         if index >= 0:
+            self.runner.finish_report()
             self.runner.synchronize()
             loss_sum += self.memory.report[index % 2, 0].item()
         return Evaluation(loss_sum / max(1, num_targets), num_targets)
@@ -166,10 +168,10 @@ class Trainer:
         self.memory.document_bounds = [document_bound(found, tokens) for found in documents]
 
     def _result(self, step: int) -> StepResult:
-        self.runner.finish_report(self.steps_done - 1 - step)
+        reported = self.runner.finish_report()
         loss_sum, norm = self.memory.report[step % 2].tolist()
         targets, tokens = self._batches.pop(step)
-        return StepResult(step, loss_sum / targets, norm, self._clip_factor(norm), targets, tokens)
+        return StepResult(step, loss_sum / targets, norm, self._clip_factor(norm), targets, tokens, reported)
 
     def _clip_factor(self, norm: float) -> float:
         if norm != norm or norm == float("inf"):

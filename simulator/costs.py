@@ -311,7 +311,7 @@ class Pricing:
                 # One kernel and sums in the product on CUDA; plain operations, slice after slice, elsewhere.
                 num_bytes, a_sum = (8 * logits, 8) if self._fused_loss else (20 * logits, 10)
                 passes = 1 + (model.trained_blocks[0] < model.head)  # logits, and the gradient of what they come from
-                if self._projection_trained:
+                if not model.projection.frozen:
                     passes, num_bytes = passes + 1, num_bytes + a_sum * sums
                 return passes * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
             case Kind.EVALUATE:
@@ -338,12 +338,6 @@ class Pricing:
     @property
     def _fused_loss(self) -> bool:
         return self.hardware.device.kind == "cuda" and self.workload.precision == "bf16"
-
-    @cached_property
-    def _projection_trained(self) -> bool:
-        if self.model.tied_embeddings:
-            return not self.model.embedding.frozen
-        return any(len(tensor.shape) > 1 and not tensor.frozen for tensor in self.model.block(self.model.head).tensors)
 
     def _link_seconds(self, direction: LinkDirection, num_bytes: int) -> float:
         rate = self.hardware.link_bytes_per_second(direction, num_bytes)

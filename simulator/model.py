@@ -175,6 +175,11 @@ class ModelSpec(Schema):
         return self.block(0).tensors[0]
 
     @property
+    def projection(self) -> TensorSpec:
+        """The matrix of the head, which turns hidden states into logits: the embedding where the two are tied."""
+        return self.embedding if self.tied_embeddings else self.block(self.head).tensors[0]
+
+    @property
     def positions(self) -> TensorSpec | None:
         """The table of learned positions, or None: a sequence cannot be longer than it."""
         tensors = self.block(0).tensors

@@ -1,6 +1,18 @@
 """Settings of the whole suite."""
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 # Workers of pytest-xdist share the cores: threads of one that spin at a barrier would hold up the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokenized data go to a folder of the session, not to the user's cache."""
+    folder = tmp_path_factory.mktemp("token-cache")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("executor.data.corpus.default_folder", lambda: folder)
+        yield

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import simulator.policy
 from analysis import commands
 from analysis.cli import main, parse
-from analysis.options import COMMANDS
+from analysis.options import COMMANDS, SAVE_LEVELS
 from simulator.errors import ConveyorError, InfeasiblePlan, InputError
 
 ROOT = Path(__file__).parents[1]
@@ -261,3 +262,7 @@ def test_the_second_interrupt_ends_at_once_even_a_native_call() -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode == 130
+
+
+def test_the_levels_to_measure_are_those_there_are() -> None:
+    assert tuple(simulator.policy.SAVE_LEVELS) == SAVE_LEVELS

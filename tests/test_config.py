@@ -83,6 +83,20 @@ def test_the_resolved_config_reads_back_to_itself(tmp_path: Path, more: str) -> 
     assert "warmup_steps: 0" in text
 
 
+def test_settings_of_data_are_read_with_their_truth_values(tmp_path: Path) -> None:
+    lines = "columns: {prompt: question}\npacking: no\nskip_invalid: yes\nlong_samples: drop\ncache: /somewhere\n"
+    config = load_config(write(tmp_path, GOOD + lines), ["columns={text: body}", "train_on_prompt=true"])
+    assert config.columns == {"text": "body"}
+    assert (config.packing, config.skip_invalid, config.train_on_prompt) == (False, True, True)
+    assert (config.long_samples, config.cache) == ("drop", "/somewhere")
+
+
+def test_a_map_of_columns_that_are_none_is_told_with_the_other_contradictions(tmp_path: Path) -> None:
+    mistakes = refusal(tmp_path, GOOD + "columns: {promt: question}\nwarmup_steps: 9\nmax_steps: 3\n")
+    assert "run.yaml: columns: unknown column 'promt'; did you mean 'prompt'?" in mistakes[0]
+    assert "warmup_steps: 9" in mistakes[1]
+
+
 def test_workload_is_the_simulators_view(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, GOOD + "micro_batch_size: 2\nstate_format: auto\ngradient_format: bf16\n"))
     assert config.workload(compiled=True) == Workload(
@@ -137,6 +151,8 @@ def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path: Path) -> None:
         ("lr_scheduler_type: cosine", "here it is lr_schedule"),
         ("optim: adamw_torch", "the optimizer is AdamW"),
         ("gradient_checkpointing: true", "here it is the planner's to decide"),
+        ("sample_packing: true", "here it is packing"),
+        ("train_on_inputs: true", "here it is train_on_prompt"),
         ("zzz: 1", "unknown key 'zzz'"),
         ("optimizer: {epsilon: 1e-6, weight_decay: 0}", "epsilon and weight_decay stand at the top level"),
         ("train.seed: 3", "'seed' stands at the top level"),
@@ -180,6 +196,11 @@ def test_a_config_of_another_tool_is_translated_key_by_key(tmp_path: Path, tool:
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
+        ("columns: {prompt: no}", "columns: input should be a valid string"),
+        ("columns: [prompt]", "columns: input should be a valid dictionary"),
+        ("long_samples: cut", "long_samples: input should be 'auto', 'truncate', 'split' or 'drop', not 'cut'"),
+        ("packing: best", "packing: input should be a valid boolean"),
+        ("skip_invalid: 2", "skip_invalid: input should be a valid boolean"),
         ("learning_rate: fast", "learning_rate: input should be a valid number"),
         ("learning_rate: 0", "learning_rate: input should be greater than 0, not 0"),
         ("learning_rate: .nan", "learning_rate: "),

@@ -7,13 +7,20 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
+from data_cases import corpus_of, written_rows
 
 from analysis.cli import main, parse
 from analysis.options import COMMANDS
 from analysis.results import BEGIN, END
-from executor.config import load_config
+from executor.config import TrainConfig, load_config
+from executor.data.conversation import DIALECTS, ROLES
+from executor.data.documents import LongSamples
+from executor.data.row_files import ROW_SUFFIXES
+from executor.data.row_kind import KINDS, check_columns
 from simulator.datasheet import H200_DERATING
 from simulator.hardware import AttentionPoint, HardwareProfile, Link, MatmulPoint, catalogue_names
 from simulator.machine import Device, Disk, Host
@@ -243,3 +250,25 @@ def test_the_readme_has_one_place_for_results_before_the_walk_and_the_tree() -> 
     places = [text.index(part) for part in (BEGIN, END, "\n## One step, followed\n", "\n## The tree\n")]
     assert places == sorted(places)
     assert text.count(BEGIN) == text.count(END) == 1
+
+
+def test_the_rows_that_are_shown_are_rows_of_the_kind_they_stand_under(tmp_path: Path) -> None:
+    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^`([a-z-]+)`:(?:(?!```).)*?```json\n(.*?)```", text, flags=re.DOTALL | re.MULTILINE)
+    assert [kind for kind, _ in shown] == [kind.name for kind in KINDS]
+    for kind, row in shown:
+        corpus = corpus_of(written_rows(tmp_path, row.strip()))
+        assert corpus.read.kinds == {kind: 1}
+
+
+def test_the_settings_and_names_of_the_page_on_data_are_the_codes() -> None:
+    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    (columns,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    check_columns(yaml.safe_load(columns)["columns"])
+    keys = set(re.findall(r"`([a-z_]+): [a-z]+`", text)) | {"columns", "cache", "long_samples"}
+    assert keys <= set(TrainConfig.model_fields) | {"data"}
+    assert set(re.findall(r"^\| `([a-z]+)` \|", text, flags=re.MULTILINE)) == set(get_args(LongSamples))
+    first_column = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `."))
+    assert set(ROW_SUFFIXES) <= set(re.findall(r"`(\.[a-z]+)`", first_column))
+    for role in (*ROLES, *DIALECTS):
+        assert f"`{role}`" in text

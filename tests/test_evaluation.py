@@ -1,6 +1,5 @@
 """Evaluation: the loss of plain torch, whatever the policy and the cut; programs that are sound and priced."""
 
-import dataclasses
 from random import Random
 
 import numpy as np
@@ -13,8 +12,8 @@ from planning_cases import random_case, random_policy
 from small_models import random_case as random_program
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from executor.data.dataset import MASKED_LABEL, open_dataset
-from executor.evaluation import all_batches, evaluations_without_improvement, hold_out
+from executor.data.dataset import open_dataset
+from executor.evaluation import all_batches, evaluations_without_improvement
 from simulator.build import build, build_evaluation
 from simulator.check import check
 from simulator.errors import InputError
@@ -132,42 +131,15 @@ def test_an_evaluation_is_predicted_to_take_less_than_a_step_in_time_and_memory(
         assert found.peak_bytes["device"] <= step.timeline.peak_bytes["device"]
 
 
-def rows_of(dataset) -> list[tuple[int, ...]]:
-    found = []
-    for batch in all_batches(dataset):
-        for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
-            if any(label != MASKED_LABEL for label in labels):
-                found.append(tuple(tokens))
-    return found
-
-
-def open_text(tmp_path, *, seed: int = 0):
+def test_every_row_is_evaluated_once_and_endless_data_are_refused(tmp_path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {n}: {n * 37 % 101}\n" for n in range(100)))
-    return open_dataset(path, vocab_size=300, sequence_length=SEQUENCE, rows_per_step=4, seed=seed)
-
-
-def test_held_out_rows_are_never_trained_on_and_none_is_lost(tmp_path) -> None:
-    whole = open_text(tmp_path)
-    trained, held = hold_out(whole, 0.1)
-    assert sorted(rows_of(trained) + rows_of(held)) == sorted(rows_of(whole))
-    assert not set(rows_of(trained)) & set(rows_of(held))
-    assert held.rows.num_rows == whole.rows.num_rows // 10
-    _, again = hold_out(open_text(tmp_path, seed=5), 0.1)
-    assert rows_of(again) == rows_of(held), "another seed of the run evaluates on the same rows"
-    assert trained.settings()["num_rows"] == whole.rows.num_rows - held.rows.num_rows
-
-
-def test_a_part_that_leaves_nothing_to_train_on_is_refused(tmp_path) -> None:
-    two = dataclasses.replace(open_text(tmp_path), rows=hold_out(open_text(tmp_path), 0.01)[1].rows)
-    assert two.rows.num_rows == 1
-    with pytest.raises(InputError, match="leaves nothing to train on"):
-        hold_out(two, 0.5)
-    endless = open_dataset("synthetic", vocab_size=300, sequence_length=8, rows_per_step=1, seed=0)
-    with pytest.raises(InputError, match="eval_fraction: synthetic data has no end"):
-        hold_out(endless, 0.5)
+    settings = {"vocab_size": 300, "sequence_length": SEQUENCE, "rows_per_step": 4, "seed": 0}
+    dataset = open_dataset(path, shuffle=False, **settings)
+    num_targets = sum(batch.num_targets for batch in all_batches(dataset))
+    assert num_targets == dataset.report.num_targets
     with pytest.raises(InputError, match="eval_data: synthetic data has no end"):
-        all_batches(endless)
+        all_batches(open_dataset("synthetic", **settings))
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,54 @@ def test_a_wrong_model_config_is_named_by_its_file(given, tmp_path, complaint):
     assert f"did you mean '{given / 'model'}'?" in complaint("plan", "--model", given / "modle", *WORKLOAD)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.jsonl", '{"messages": [{"role": "robot", "content": "x"}]}', "a.jsonl:1: messages[0] has the role 'robot'"),
+        ("a.jsonl", '{"text": "a"}\n{"input": "b", "output": "c"}', "a.jsonl:2: has no 'instruction'"),
+        ("a.jsonl", '{"prompt": "a", "completion": ""}', "no usable rows (1 rows read; 1 skipped: empty answer)"),
+        ("a.json", '[{"text": "a"},\n {"text": "hal', "a.json:2:11: is not JSON (Unterminated string"),
+        ("a.csv", "question,answer\n1,2\n", "a.csv:2: has none of 'text', 'messages', "),
+        ("a.txt", '{"text": "a"}\n', "holds JSON, not text; name it .jsonl"),
+        ("a.gz", "x", ".gz is not read; unpack it"),
+    ],
+)
+def test_data_of_no_use_are_refused_and_put_right_in_the_same_place(given, tmp_path, complaint, name, text, reason):
+    (tmp_path / name).write_text(text)
+    assert reason in complaint(*training(given, tmp_path / "run", data=tmp_path / name))
+    complaint(*training(given, tmp_path / "run"), code=0)
+
+
+def test_rows_under_other_names_train_and_the_run_says_what_it_read(given, tmp_path, complaint, capsys):
+    rows = "\n".join(f"question {number},answer {number}" for number in range(9))
+    (tmp_path / "a.csv").write_text(f"q,a\n{rows}\nempty,\n", encoding="utf-8")
+    settings = ["columns={prompt: q, completion: a}", f"cache={tmp_path / 'cache'}", "long_samples=split"]
+    capsys.readouterr()
+    assert main([str(part) for part in training(given, tmp_path / "run", *settings, data=tmp_path / "a.csv")]) == 0
+    out = capsys.readouterr().out
+    assert "10 read from 1 files, 9 as prompt-completion, tokenizer bytes" in out
+    assert f"warning: 1 skipped: empty answer (first: {tmp_path / 'a.csv'}:11: " in out
+    assert "⟦question 0⟧answer" in out
+    complaint("train", tmp_path / "run" / "config.yaml", f"output={tmp_path / 'again'}", code=0)
+    assert content(tmp_path / "again" / "model") == content(tmp_path / "run" / "model")
+
+
+def test_packed_rows_train_through_the_front_door_and_by_no_plan_for_other_rows(given, tmp_path, complaint, capsys):
+    rows = [{"instruction": f"say {n}", "output": "x" * (n % 5 + 1)} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    settings = ["sequence_length=256", "tokens_per_step=512", "precision=fp32", "hardware=cpu-2-core", "max_steps=4"]
+    paths = [f"model={given / 'model'}", f"data={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'run'}"]
+    capsys.readouterr()
+    assert main(["train", *paths, *settings, "packing=true"]) == 0
+    assert "40 as alpaca" in (out := capsys.readouterr().out)
+    assert "; packed, " in out
+    steps_of_run = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0.5 * 512 < step["tokens"] <= 512 for step in steps_of_run[:3])
+    plan = tmp_path / "run" / "plan.json"
+    refused = training(given, tmp_path / "other", "packing=false", data=tmp_path / "a.jsonl", plan=plan)
+    assert "packing is False, the plan has True; plan again" in complaint(*refused)
+
+
 def test_costs_are_not_measured_in_the_name_of_other_hardware(given, tmp_path, complaint):
     if torch.cuda.is_available():
         pytest.skip("this machine has the other hardware")

@@ -144,7 +144,7 @@ def test_a_logger_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path) -> N
         loggers=[FailingLogger()], say=said.append,
     )  # fmt: skip
     for step in range(4):
-        result = StepResult(step, 2.0 - step, 1.0, 1.0, num_targets=7, num_tokens=6)
+        result = StepResult(step, 2.0 - step, 1.0, 1.0, num_targets=7, num_tokens=6, reported=0.5 * step)
         log.step(
             result, steps_applied=step, seconds=0.5, data_wait_seconds=0.1, device_peak_bytes=None, host_peak_bytes=3,
             lost_seconds={"waiting for data": 0.2} if step == 1 else None,

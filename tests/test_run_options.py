@@ -25,6 +25,13 @@ from tests.test_run import CONFIG, WORKLOAD, machine, model, planned, run_config
 __all__ = ["machine", "model", "planned", "text"]  # fixtures
 
 
+def other_text(text: Path) -> str:
+    """Text of the same kind that is not trained on."""
+    path = text.with_name("other.txt")
+    path.write_text("".join(f"line {n}: the conveyor carries layer {n * 5 % 29}\n" for n in range(400, 440)))
+    return str(path)
+
+
 def run(config: TrainConfig, planned: Plan, model: ModelSpec, say: Any = silent) -> Any:
     launch(config, planned, CONFIG, model, say=say)
     return load_run(config.output)
@@ -109,7 +116,7 @@ def test_evaluating_changes_nothing_that_is_trained(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
 ) -> None:
     run(run_config(text, tmp_path / "plain"), planned, model)
-    run(run_config(text, tmp_path / "evaluated", eval_data=str(text), eval_every=2), planned, model)
+    run(run_config(text, tmp_path / "evaluated", eval_data=other_text(text), eval_every=2), planned, model)
     one, other = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("plain", "evaluated"))
     assert one == other
 
@@ -121,7 +128,7 @@ def test_a_run_stops_early_when_evaluations_stop_improving_and_stays_stopped(
     # A rate at which the loss rises from the start.
     config = run_config(
         text, tmp_path / "run", max_steps=40, learning_rate=3.0, lr_schedule="constant", warmup_steps=0,
-        eval_data=str(text), eval_every=2, early_stop_patience=2,
+        eval_data=other_text(text), eval_every=2, early_stop_patience=2,
     )  # fmt: skip
     found = run(config, planned, model, said.append)
     losses = [row["eval_loss"] for row in found.evaluations]
@@ -137,7 +144,7 @@ def test_a_run_stops_early_when_evaluations_stop_improving_and_stays_stopped(
 def test_patience_counts_evaluations_from_before_a_resume(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
 ) -> None:
-    choices: dict[str, Any] = {"max_steps": 6, "save_every": 2, "eval_data": str(text), "eval_every": 2}
+    choices: dict[str, Any] = {"max_steps": 6, "save_every": 2, "eval_data": other_text(text), "eval_every": 2}
     run(run_config(text, tmp_path / "run", **choices), planned, model)
     path = tmp_path / "run" / "evaluations.jsonl"
     # As if the first two had been better than all that follows, the second not finite.

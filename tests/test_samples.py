@@ -1,75 +1,11 @@
-import json
+"""Rows as samples: what becomes of prompts, answers, beginnings and ends."""
 
 import numpy as np
 import pytest
+from data_cases import all_shown, corpus_of, first_skipped, shown, skipped, written_rows
 from tiny_tokenizer import REASONING, byte_level_folder, sentence_piece_folder
 
-from executor.data.report import Tally
-from executor.data.samples import read_samples
-from executor.tokenizer import ByteTokenizer, FolderTokenizer
 from simulator.errors import InputError
-
-BYTES = ByteTokenizer(300)
-
-
-def written(folder, *rows, name="data.jsonl"):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path = folder / name
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
-def read(path, tokenizer=BYTES, *, sequence_length=200, skip_invalid=False):
-    tally = Tally(str(path))
-    samples = read_samples([path], tokenizer, tally, sequence_length=sequence_length, skip_invalid=skip_invalid)
-    return samples, tally
-
-
-def shown(samples, tokenizer, index=0):
-    """A sample as (whole text, trained text)."""
-    begin, end = samples.bounds[index : index + 2]
-    tokens, trained = samples.tokens[begin:end], samples.trained[begin:end]
-    return tokenizer.decode(tokens), tokenizer.decode(tokens[trained])
-
-
-@pytest.fixture(params=["bytes", "byte-level", "sentence-piece"])
-def tokenizer(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    if request.param == "bytes":
-        return BYTES
-    if request.param == "byte-level":
-        return FolderTokenizer(byte_level_folder(folder, template=None), 320)
-    return FolderTokenizer(sentence_piece_folder(folder, template=None), 300)
-
-
-def test_prompts_are_masked_and_the_end_is_trained_once(tmp_path, tokenizer):
-    eos, begin = tokenizer.decode([tokenizer.eos_id]), tokenizer.decode(tokenizer.prefix)
-    path = written(
-        tmp_path,
-        {"prompt": "what is two", "completion": " and two"},
-        {"prompt": "", "completion": "four"},
-        {"text": "the lazy dog"},
-        {"text": "the lazy dog" + ("" if tokenizer is BYTES else eos)},
-    )
-    samples, tally = read(path, tokenizer)
-    wholes, trained = zip(*(shown(samples, tokenizer, index) for index in range(4)), strict=True)
-    # Metaspace writes a space after the beginning, which is its own business.
-    assert [whole.replace(f"{begin} ", begin) if begin else whole for whole in wholes] == [
-        f"{begin}what is two and two{eos}",
-        f"{begin}four{eos}",
-        f"{begin}the lazy dog{eos}",
-        f"{begin}the lazy dog{eos}",
-    ]
-    assert [text.strip() for text in trained] == [
-        f"and two{eos}",
-        f"four{eos}",
-        f"the lazy dog{eos}",
-        f"the lazy dog{eos}",
-    ]
-    assert samples.tokens[samples.bounds[1:] - 1].tolist() == [tokenizer.eos_id] * 4
-    assert samples.trained[samples.bounds[1:] - 1].all()
-    assert tally.num_read == 4
-
 
 TURNS = [
     {"role": "system", "content": "be brief"},
@@ -80,34 +16,87 @@ TURNS = [
 ]
 
 
+@pytest.fixture(params=["bytes", "byte-level", "sentence-piece"])
+def folder(request, tmp_path_factory):
+    """A folder with a tokenizer without chat template; None for bytes."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "bytes":
+        return None
+    return {"byte-level": byte_level_folder, "sentence-piece": sentence_piece_folder}[request.param](
+        folder, template=None
+    )
+
+
+def test_prompts_are_masked_and_the_end_is_trained_once(tmp_path, folder):
+    eos = corpus_of(written_rows(tmp_path, {"text": "x"}), model_folder=folder).tokenizer
+    begin, end = eos.decode(eos.prefix), eos.decode([eos.eos_id])
+    path = written_rows(
+        tmp_path,
+        {"prompt": "what is two", "completion": " and two"},
+        {"prompt": "", "completion": "four"},
+        {"text": "the lazy dog"},
+        {"text": "the lazy dog" + (end if folder else "")},
+    )
+    corpus = corpus_of(path, model_folder=folder)
+    wholes, trained = zip(*all_shown(corpus), strict=True)
+    # Metaspace writes a space after the beginning, which is its own business.
+    assert [whole.replace(f"{begin} ", begin) if begin else whole for whole in wholes] == [
+        f"{begin}what is two and two{end}",
+        f"{begin}four{end}",
+        f"{begin}the lazy dog{end}",
+        f"{begin}the lazy dog{end}",
+    ]
+    assert [text.strip() for text in trained] == [
+        f"and two{end}",
+        f"four{end}",
+        f"the lazy dog{end}",
+        f"the lazy dog{end}",
+    ]
+    samples = corpus.samples
+    assert samples.tokens[samples.bounds[1:] - 1].tolist() == [corpus.tokenizer.eos_id] * 4
+    assert samples.trained[samples.bounds[1:] - 1].all()
+    assert corpus.read.kinds == {"prompt-completion": 2, "text": 2}
+
+
+def test_prompts_are_trained_on_request(tmp_path, folder):
+    rows = [{"prompt": "what is two", "completion": " and two"}, {"messages": TURNS}]
+    path = written_rows(tmp_path, *rows)
+    corpus = corpus_of(path, model_folder=folder, train_on_prompt=True)
+    for whole, trained in all_shown(corpus):
+        begin = corpus.tokenizer.decode(corpus.tokenizer.prefix)
+        assert trained.strip() == whole.removeprefix(begin).strip()
+    plain = corpus_of(path, model_folder=folder)
+    assert np.array_equal(plain.samples.tokens, corpus.samples.tokens)
+    assert plain.samples.trained.sum() < corpus.samples.trained.sum()
+
+
 def test_only_answers_of_a_conversation_are_trained(tmp_path):
-    path = written(tmp_path, {"messages": TURNS})
-    tokenizer = FolderTokenizer(byte_level_folder(tmp_path / "tokenizer"), 320)
-    whole, trained = shown(read(path, tokenizer)[0], tokenizer)
-    rendered = tokenizer.render(TURNS, add_generation_prompt=False)
+    path = written_rows(tmp_path, {"messages": TURNS})
+    corpus = corpus_of(path, model_folder=byte_level_folder(tmp_path / "tokenizer"))
+    whole, trained = shown(corpus)
+    rendered = corpus.tokenizer.render(TURNS, add_generation_prompt=False)
     # The template ends in a line end after the end of turn: dropped, as nothing follows it.
     assert whole == rendered.removesuffix("\n")
     assert trained == "four<|im_end|>of course, 4 é<|im_end|>"
 
 
 def test_a_template_that_writes_the_beginning_gives_one(tmp_path):
-    path = written(tmp_path, {"messages": TURNS})
-    tokenizer = FolderTokenizer(sentence_piece_folder(tmp_path / "tokenizer"), 300)
-    samples, _ = read(path, tokenizer)
-    assert samples.tokens.tolist().count(1) == 1
-    assert samples.tokens[0] == 1
-    assert samples.tokens.tolist().count(2) == 2
+    path = written_rows(tmp_path, {"messages": TURNS})
+    tokens = corpus_of(path, model_folder=sentence_piece_folder(tmp_path / "tokenizer")).samples.tokens.tolist()
+    assert tokens.count(1) == 1
+    assert tokens[0] == 1
+    assert tokens.count(2) == 2
 
 
 def test_without_a_template_conversations_are_chatml(tmp_path):
-    path = written(tmp_path, {"messages": TURNS})
-    whole, trained = shown(read(path)[0], BYTES)
+    path = written_rows(tmp_path, {"messages": TURNS})
+    whole, trained = shown(corpus_of(path))
     assert whole.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\ntwo and two?<|im_end|>\n")
     assert trained == "four<|im_end|>\nof course, 4 é<|im_end|>\n<eos>"
-    tokenizer = FolderTokenizer(sentence_piece_folder(tmp_path / "tokenizer", template=None), 300)
-    samples, _ = read(path, tokenizer)
-    assert samples.tokens.tolist().count(1) == 1
-    assert samples.tokens[0] == 1
+    folder = sentence_piece_folder(tmp_path / "tokenizer", template=None)
+    tokens = corpus_of(path, model_folder=folder).samples.tokens.tolist()
+    assert tokens.count(1) == 1
+    assert tokens[0] == 1
 
 
 def test_turns_that_the_template_rewrites_are_masked_and_counted(tmp_path):
@@ -117,120 +106,52 @@ def test_turns_that_the_template_rewrites_are_masked_and_counted(tmp_path):
         {"role": "user", "content": "four?"},
         {"role": "assistant", "content": "no thought, 4"},
     ]
-    tokenizer = FolderTokenizer(byte_level_folder(tmp_path / "tokenizer", template=REASONING), 320)
-    samples, tally = read(written(tmp_path, {"messages": turns}), tokenizer)
-    _, trained = shown(samples, tokenizer)
-    assert trained == "no thought, 4<|im_end|>"
-    assert tally.num_untrained_turns == 1
-
-
-def test_both_dialects_work(tmp_path):
-    other = [
-        {"from": {"user": "human", "assistant": "gpt"}.get(turn["role"], turn["role"]), "value": turn["content"]}
-        for turn in TURNS
-    ]
-    mixed = [{"role": turn["from"], "content": turn["value"]} for turn in other]
-    names = [{"from": turn["role"], "value": turn["content"]} for turn in TURNS]
-    rows = [{"messages": TURNS}, {"conversations": other}, {"messages": mixed}, {"conversations": names}]
-    samples, _ = read(written(tmp_path, *rows), sequence_length=400)
-    assert len({shown(samples, BYTES, index) for index in range(4)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (
-            {"messages": [{"role": "robot", "content": "x"}]},
-            "messages[0] has the role 'robot'; allowed are system, user,",
-        ),
-        ({"messages": "hi"}, "'messages' is not a list of turns"),
-        ({"messages": []}, "'messages' is not a list of turns"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0] has no text: its content is NoneType"),
-        ({"messages": ["hi"]}, "messages[0] is not an object"),
-        ({"prompt": "x"}, "has no 'completion'; its keys are ['prompt']"),
-        ({"prompt": 3, "completion": "x"}, "'prompt' is int, not a string"),
-        ({"instruction": "x", "output": "y"}, "rows with 'instruction' are not read yet"),
-        ({"body": "x"}, "has none of 'text', 'messages', or 'prompt' and 'completion'; its keys are ['body']"),
-        ({}, "its keys are none"),
-        ([1], "is a JSON list; a row is an object, one row a line"),
-        ("3", "is a JSON int; a row is an object"),
-    ],
-)
-def test_wrong_rows_are_refused_by_file_and_line_or_counted_on_request(tmp_path, row, expected):
-    path = written(tmp_path, {"text": "fine"}, row)
-    with pytest.raises(InputError) as error:
-        read(path)
-    assert str(error.value).startswith(f"{path}:2: ")
-    assert expected in str(error.value)
-    samples, tally = read(path, skip_invalid=True)
-    assert len(samples.bounds) == 2
-    assert tally.skipped == {"invalid row": 1}
-    assert tally.first_skipped["invalid row"] == str(error.value)
-
-
-def test_bad_json_names_file_line_and_column(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"text": "a"}\n\n{"text": "b", }\n{"text": "c"}\n')
-    with pytest.raises(InputError, match=rf"^{path}:3:\d+: is not JSON \(.*\)$") as error:
-        read(path)
-    assert int(str(error.value).split(":")[2]) in (14, 15)
-
-    path.write_bytes(b'{"text": "a"}\n{"text": "hal')
-    with pytest.raises(InputError, match=rf"^{path}:2:10: is not JSON .*; the last line looks half-written$"):
-        read(path)
-    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(InputError, match=rf"^{path}:2:11: is not UTF-8 text$"):
-        read(path)
-
-
-def test_byte_order_mark_line_ends_and_blank_lines_make_no_difference(tmp_path):
-    plain = tmp_path / "plain.jsonl"
-    plain.write_bytes(b'{"text": "one"}\n{"text": "two"}\n')
-    windows = tmp_path / "windows.jsonl"
-    windows.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n  \r\n{"text": "two"}')
-    (expected, first), (actual, second) = read(plain), read(windows)
-    assert np.array_equal(expected.tokens, actual.tokens)
-    assert np.array_equal(expected.bounds, actual.bounds)
-    assert first.num_read == second.num_read == 2
+    folder = byte_level_folder(tmp_path / "tokenizer", template=REASONING)
+    corpus = corpus_of(written_rows(tmp_path, {"messages": turns}), model_folder=folder)
+    assert shown(corpus)[1] == "no thought, 4<|im_end|>"
+    assert corpus.read.num_untrained_turns == 1
 
 
 def test_rows_with_nothing_to_train_are_skipped_and_counted(tmp_path):
-    path = written(
+    path = written_rows(
         tmp_path,
         {"prompt": "a", "completion": " \n"},
         {"text": ""},
         {"messages": TURNS[:2]},
         {"messages": [*TURNS[:2], {"role": "assistant", "content": ""}]},
+        {"instruction": "a", "output": ""},
+        {"input_ids": [1, 2, 3], "labels": [-100, -100, -100]},
         {"prompt": "a" * 201, "completion": "never seen"},
         {"prompt": "a" * 199, "completion": "seen once"},
     )
-    samples, tally = read(path)
-    assert tally.skipped == {
-        "empty answer": 2,
+    corpus = corpus_of(path, sequence_length=200)
+    assert skipped(corpus) == {
+        "empty answer": 3,
         "empty text": 1,
         "no answer": 1,
+        "no trained token": 1,
         "the prompt fills the row of 200 tokens": 1,
     }
-    assert tally.first_skipped["empty answer"].startswith(f'{path}:1: {{"prompt": "a"')
-    assert tally.first_skipped["the prompt fills the row of 200 tokens"] == f"{path}:5"
-    assert samples.trained.sum() == 2  # positions 199 and 200 of the last row
-    assert tally.num_truncated == 1
-
-
-def test_long_samples_are_cut_to_a_row_and_its_last_target(tmp_path):
-    path = written(tmp_path, {"text": "x" * 10}, {"text": "y" * 11}, {"text": "z" * 50})
-    samples, tally = read(path, sequence_length=10)
-    assert np.diff(samples.bounds).tolist() == [11, 11, 11]
-    assert samples.tokens[10] == 256  # a sample that just fits keeps its end
-    assert (tally.num_truncated, tally.longest_tokens) == (2, 51)
+    first = first_skipped(corpus)
+    assert first["empty answer"].startswith(f'{path}:1: {{"prompt": "a"')
+    assert first["the prompt fills the row of 200 tokens"] == f"{path}:7"
+    assert corpus.documents.num_targets.tolist() == [2]  # positions 199 and 200 of the last row
+    assert corpus.documents.num_truncated == 1
 
 
 def test_templates_that_refuse_or_hide_the_answers_are_named(tmp_path):
-    path = written(tmp_path, {"messages": TURNS})
+    path = written_rows(tmp_path, {"messages": TURNS})
     alternate = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}x"
-    tokenizer = FolderTokenizer(byte_level_folder(tmp_path / "a", template=alternate), 320)
+    folder = byte_level_folder(tmp_path / "a", template=alternate)
     with pytest.raises(InputError, match=rf"^{path}:1: the chat template refuses the conversation \(no system turn\)"):
-        read(path, tokenizer)
-    tokenizer = FolderTokenizer(byte_level_folder(tmp_path / "b", template="nothing of it"), 320)
+        corpus_of(path, model_folder=folder)
+    folder = byte_level_folder(tmp_path / "b", template="nothing of it")
     with pytest.raises(InputError, match="cannot be told from the prompt"):
-        read(path, tokenizer)
+        corpus_of(path, model_folder=folder)
+
+
+def test_the_end_of_a_turn_that_is_the_padding_token_is_trained(tmp_path):
+    folder = byte_level_folder(tmp_path / "tokenizer", pad=None)
+    corpus = corpus_of(written_rows(tmp_path, {"messages": TURNS}), model_folder=folder)
+    assert corpus.tokenizer.pad_id == corpus.tokenizer.eos_id
+    assert corpus.samples.trained[corpus.samples.tokens == corpus.tokenizer.eos_id].sum() == 2

@@ -1,16 +1,20 @@
-"""A JSONL row as text, and the parts of the text that are trained.
+"""A conversation as text, by the tokenizer's chat template, and the parts of the text that are trained."""
 
-Three kinds of row: `text` (all of it trained), `prompt` and `completion` (the prompt masked), `messages` (every turn
-but the assistant's masked; `conversations` with `from` and `value` is the same in another dialect).
-"""
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from executor.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
-_DIALECT = {"human": "user", "gpt": "assistant"}
+# The names of other dialects; they work wherever a role stands.
+DIALECTS = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "developer": "system",
+    "observation": "tool",
+    "function": "tool",
+}
 
 
 class RowText(NamedTuple):
@@ -27,44 +31,31 @@ class RowText(NamedTuple):
     num_untrained_turns: int = 0
 
 
-def row_text(row: Mapping[str, Any], tokenizer: Tokenizer) -> RowText:
-    """The row's text and trained spans. Raises ValueError with a clause that names the wrong key."""
-    for key in ("messages", "conversations"):
-        if key in row:
-            return _conversation(row[key], key, tokenizer)
-    if "prompt" in row or "completion" in row:
-        prompt, completion = _string(row, "prompt"), _string(row, "completion")
-        if not completion.strip():
-            return RowText(skip_reason="empty answer")
-        return RowText(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
-    if "text" in row:
-        text = _string(row, "text")
-        return RowText(text, ((0, len(text)),)) if text.strip() else RowText(skip_reason="empty text")
-    if "instruction" in row:
-        raise ValueError("rows with 'instruction' are not read yet; name the columns 'prompt' and 'completion'")
-    raise ValueError(
-        f"has none of 'text', 'messages', or 'prompt' and 'completion'; its keys are {sorted(row) or 'none'}"
-    )
-
-
-def _string(row: Mapping[str, Any], key: str) -> str:
-    if key not in row:
-        raise ValueError(f"has no {key!r}; its keys are {sorted(row)}")
-    if not isinstance(row[key], str):
-        raise ValueError(f"{key!r} is {type(row[key]).__name__}, not a string")
-    return str(row[key])
-
-
-def _conversation(turns: Any, key: str, tokenizer: Tokenizer) -> RowText:
+def read_turns(turns: Any, key: str) -> list[dict[str, str]]:
+    """The turns of a row as messages with `role` and `content`. Raises ValueError that names the wrong turn."""
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{key!r} is not a list of turns")
-    messages = [_message(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
+    return [_message(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
+
+
+def conversation_text(
+    messages: Sequence[dict[str, str]], tokenizer: Tokenizer, *, num_given: int = 0, train_on_prompt: bool = False
+) -> RowText:
+    """The rendered conversation; the assistant's turns are trained, all turns with `train_on_prompt`.
+
+    The first `num_given` messages are a prompt, whoever speaks. Raises ValueError where the template refuses, or
+    leaves no place where the answers could be found.
+    """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [number for number in answers if number >= num_given]
     if not answers:
         return RowText(skip_reason="no answer")
     if any(not messages[number]["content"].strip() for number in answers):
         return RowText(skip_reason="empty answer")
     text = tokenizer.render(messages, add_generation_prompt=False)
+    starts_document = not tokenizer.has_chat_template
+    if train_on_prompt:
+        return RowText(text, ((0, len(text)),), starts_document)
     spans = []
     for number in answers:
         span = _answer_span(text, messages, number, tokenizer)
@@ -72,35 +63,50 @@ def _conversation(turns: Any, key: str, tokenizer: Tokenizer) -> RowText:
             spans.append(span)
     if not spans:
         raise ValueError("the chat template gives no place to the answers: they cannot be told from the prompt")
-    untrained = len(answers) - len(spans)
-    return RowText(text, tuple(spans), not tokenizer.has_chat_template, num_untrained_turns=untrained)
+    return RowText(text, tuple(spans), starts_document, num_untrained_turns=len(answers) - len(spans))
 
 
 def _message(turn: Any, where: str) -> dict[str, str]:
-    if not isinstance(turn, dict):
+    if not isinstance(turn, Mapping):
         raise ValueError(f"{where} is not an object with role and content")
-    role = turn.get("role", turn.get("from"))
-    content = turn.get("content", turn.get("value"))
-    role = _DIALECT.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES:
-        allowed = ", ".join((*ROLES, *_DIALECT))
+    role = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    known = role.strip().lower() if isinstance(role, str) else ""
+    known = DIALECTS.get(known, known)
+    if known not in ROLES:
+        allowed = ", ".join((*ROLES, *DIALECTS))
         raise ValueError(f"{where} has the role {role!r}; allowed are {allowed}")
-    if not isinstance(content, str):
+    if turn.get("tool_calls"):
+        raise ValueError(f"{where} has 'tool_calls', which are not read yet; write them into its content")
+    return {"role": known, "content": _content(content, where)}
+
+
+def _content(content: Any, where: str) -> str:
+    """A turn's text; a list of parts, as multimodal rows have it, is joined where all of them are text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
         raise ValueError(f"{where} has no text: its content is {type(content).__name__}")
-    return {"role": role, "content": content}
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"{where} has a part of type {kind!r}; only text is trained")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _answer_span(
-    text: str, messages: list[dict[str, str]], number: int, tokenizer: Tokenizer
+    text: str, messages: Sequence[dict[str, str]], number: int, tokenizer: Tokenizer
 ) -> tuple[int, int] | None:
     """Where answer `number` stands in the rendered conversation, its end of turn included.
 
     None where the template writes it differently in the whole than on its own, as templates do that drop the
     reasoning of earlier turns.
     """
-    through = tokenizer.render(messages[: number + 1], add_generation_prompt=False)
-    if number == len(messages) - 1:
-        through = text
+    through = text
+    if number < len(messages) - 1:
+        through = tokenizer.render(messages[: number + 1], add_generation_prompt=False)
     if not text.startswith(through):
         return None
     # What inference would be given to answer is the prompt.

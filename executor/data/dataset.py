@@ -1,97 +1,38 @@
 """Batches by step: `Dataset.batch(step)` is a function of the data, the seed and the step, so resuming is exact."""
 
-import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.data.report import DataReport, Tally, shown_sample
-from executor.data.samples import Samples, read_samples
-from executor.data.text import TEXT_SUFFIXES, find_files, read_stream
-from executor.folder import require_path
-from executor.tokenizer import ByteTokenizer, FolderTokenizer, TokenArray, TokenizerChoice, open_tokenizer
-from simulator.errors import InputError, UnsupportedChoice
+from executor.data.corpus import Corpus, DataChoices, read_corpus
+from executor.data.report import DataReport
+from executor.data.rows import MASKED_LABEL, Rows, SyntheticRows, sample_rows
+from executor.tokenizer import BoolArray, ByteTokenizer, FolderTokenizer
+from simulator.errors import InputError
 
-MASKED_LABEL = -100  # what torch's cross-entropy ignores
 SYNTHETIC = "synthetic"
-_NOT_READ = (".json", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst", ".zip")
+_HELD_OUT_SEED = 0x0DD  # not the run's: runs of several seeds are compared on the same samples
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's rows. `labels[r, i]` is the token after `tokens[r, i]`, or -100 where nothing is to be learned."""
+    """One step's rows. `labels[r, i]` is the token after `tokens[r, i]`, or -100 where nothing is to be learned.
+
+    `positions[r, i]` is the token's place in its document, from 0: a 0 begins another document, which must not see
+    those before it. Padding at a row's end is one more document. Without positions a row is one document.
+    `num_tokens` counts what is not padding.
+    """
 
     tokens: torch.Tensor  # int64 [rows, sequence]
     labels: torch.Tensor  # int64 [rows, sequence]
     num_targets: int  # labels that are not -100; at least 1
-    num_tokens: int  # tokens that are not padding
-    # int64 [rows, sequence], packed rows only: each token's place in its document, padding being one more document.
-    positions: torch.Tensor | None = None
-
-
-class Rows(Protocol):
-    """Rows of a sequence length that a data set is cut into."""
-
-    @property
-    def num_rows(self) -> int | None: ...  # None: endless
-
-    def fill(self, row: int, tokens: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> int:
-        """Write a row over padding and masked labels. Returns how many tokens are not padding."""
-        ...
-
-
-@dataclass(frozen=True)
-class StreamRows:
-    """A token stream, cut: every token but the first is a target once."""
-
-    stream: TokenArray
-    sequence_length: int
-
-    @property
-    def num_rows(self) -> int:
-        return max(0, -(-(len(self.stream) - 1) // self.sequence_length))
-
-    def fill(self, row: int, tokens: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> int:
-        part = self.stream[row * self.sequence_length : (row + 1) * self.sequence_length + 1]
-        tokens[: len(part) - 1], labels[: len(part) - 1] = part[:-1], part[1:]
-        return len(part) - 1
-
-
-@dataclass(frozen=True)
-class SampleRows:
-    """One sample a row, padded on the right: rows are not packed."""
-
-    samples: Samples
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.samples.bounds) - 1
-
-    def fill(self, row: int, tokens: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> int:
-        begin, end = self.samples.bounds[row : row + 2]
-        sample, trained = self.samples.tokens[begin:end], self.samples.trained[begin + 1 : end]
-        size = len(sample) - 1
-        tokens[:size] = sample[:-1]
-        labels[:size][trained] = sample[1:][trained]
-        return size
-
-
-@dataclass(frozen=True)
-class SyntheticRows:
-    """Random tokens for benchmarks, without end."""
-
-    vocab_size: int
-    seed: int
-    num_rows: None = None
-
-    def fill(self, row: int, tokens: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> int:
-        values = np.random.default_rng([self.seed, row]).integers(0, self.vocab_size, len(tokens) + 1)
-        tokens[:], labels[:] = values[:-1], values[1:]
-        return len(tokens)
+    num_tokens: int
+    positions: torch.Tensor | None = None  # int64 [rows, sequence]
 
 
 @dataclass
@@ -110,7 +51,7 @@ class Dataset:
     pad_id: int
     report: DataReport
     tokenizer: ByteTokenizer | FolderTokenizer | None  # None for synthetic data
-    fingerprint: int  # of tokens and masks: another text gives another one
+    content: Mapping[str, Any]  # what decides tokens, masks and how they lie in rows
     _order: tuple[int, npt.NDArray[np.int64]] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -123,14 +64,17 @@ class Dataset:
         chosen = self._rows_of_step(step)
         tokens = np.full((self.rows_per_step, self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(tokens, MASKED_LABEL)
-        num_tokens = sum(self.rows.fill(int(row), tokens[i], labels[i]) for i, row in enumerate(chosen))
+        positions = np.tile(np.arange(self.sequence_length), (self.rows_per_step, 1))
+        num_tokens = sum(self.rows.fill(int(row), tokens[i], labels[i], positions[i]) for i, row in enumerate(chosen))
         num_targets = int((labels != MASKED_LABEL).sum())
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), num_targets, num_tokens)
+        return Batch(
+            torch.from_numpy(tokens), torch.from_numpy(labels), num_targets, num_tokens, torch.from_numpy(positions)
+        )
 
     def settings(self) -> dict[str, Any]:
         """All that decides the content and order of batches: equal settings give equal batches."""
         return {
-            "fingerprint": self.fingerprint,
+            **self.content,
             "num_rows": self.rows.num_rows,
             "sequence_length": self.sequence_length,
             "rows_per_step": self.rows_per_step,
@@ -144,15 +88,9 @@ class Dataset:
             return np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
         epoch, position = divmod(step, -(-num_rows // self.rows_per_step))
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._order_of_epoch(epoch, num_rows))
+            order = _drawn_order(num_rows, self.seed, epoch) if self.shuffle else np.arange(num_rows)
+            self._order = (epoch, order)
         return self._order[1][position * self.rows_per_step : (position + 1) * self.rows_per_step]
-
-    def _order_of_epoch(self, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
-        if not self.shuffle:
-            return np.arange(num_rows)
-        # Sorted raw bits: numpy keeps bit generators' streams for ever, what shuffle() makes of them it may change.
-        keys = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(num_rows)
-        return np.argsort(keys, kind="stable")
 
 
 def open_dataset(
@@ -163,75 +101,125 @@ def open_dataset(
     rows_per_step: int,
     seed: int,
     model_folder: Path | str | None = None,
-    tokenizer: TokenizerChoice = "auto",
+    choices: DataChoices | None = None,
     shuffle: bool = True,
-    skip_invalid: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Dataset:
-    """Read a data source into memory, tokenized.
+    """A data source as batches, tokenized into a cache on disk unless it is there already.
 
-    `source` is a text file, a JSONL file, a folder of either (text files make one stream, JSONL rows one sample
-    each), or "synthetic": random tokens without end. `vocab_size` is the model's; `tokenizer` "auto" takes the one of
-    `model_folder` and bytes where it has none. `skip_invalid` counts unreadable JSONL rows instead of refusing them.
+    `source` is a file or a folder of text or rows, `hub:owner/name`, or "synthetic": random tokens without end.
+    `vocab_size` is the model's; its tokenizer lies in `model_folder`, and bytes are tokens where it has none.
 
     Raises InputError naming file, line and column for what cannot be read, the nearest name for a path that does not
-    exist, and the reasons when no row is usable; UnsupportedChoice for formats not read yet.
+    exist, and the reasons when no row is usable; UnsupportedChoice for formats that are not read.
     """
     if source == SYNTHETIC:
         return _synthetic(vocab_size, sequence_length, rows_per_step, seed)
-    path = require_path(source, what="data")
-    files, is_text = _source_files(path)
-    opened = open_tokenizer(model_folder, vocab_size=vocab_size, choice=tokenizer)
-    tally = Tally(str(path))
-    rows: StreamRows | SampleRows
-    if is_text:
-        stream = read_stream(files, opened, tally)
-        rows = StreamRows(stream, sequence_length)
-        num_tokens, num_targets, fingerprint = len(stream), max(0, len(stream) - 1), zlib.crc32(stream.data)
-        first, first_trained = stream[: sequence_length + 1], np.ones(sequence_length + 1, np.bool_)
-    else:
-        samples = read_samples(files, opened, tally, sequence_length=sequence_length, skip_invalid=skip_invalid)
-        rows = SampleRows(samples)
-        begins, end = samples.bounds[:-1], samples.bounds[1] if rows.num_rows else 0
-        num_tokens = len(samples.tokens)
-        num_targets = int(samples.trained.sum() - samples.trained[begins].sum())
-        fingerprint = zlib.crc32(samples.bounds.data, zlib.crc32(samples.trained.data, zlib.crc32(samples.tokens.data)))
-        first, first_trained = samples.tokens[:end], samples.trained[:end]
-    tally.refuse_if_empty(rows.num_rows)
-    report = DataReport(
-        source=str(path),
-        tokenizer=opened.name,
-        num_files=tally.num_files,
-        num_read=tally.num_read,
-        skipped=dict(tally.skipped),
-        first_skipped=tally.first_skipped,
-        num_truncated=tally.num_truncated,
-        longest_tokens=tally.longest_tokens,
-        num_untrained_turns=tally.num_untrained_turns,
-        num_rows=rows.num_rows,
-        num_tokens=num_tokens,
-        num_targets=num_targets,
-        first_sample=shown_sample(opened, first, first_trained[: len(first)]),
+    corpus = read_corpus(
+        source, vocab_size=vocab_size, sequence_length=sequence_length, model_folder=model_folder,
+        choices=choices or DataChoices(), say=say,
+    )  # fmt: skip
+    return _dataset(corpus, np.ones(len(corpus.documents), np.bool_), rows_per_step, seed, shuffle=shuffle)
+
+
+def open_datasets(
+    source: Path | str,
+    *,
+    eval_source: Path | str | None = None,
+    eval_fraction: float | None = None,
+    vocab_size: int,
+    sequence_length: int,
+    rows_per_step: int,
+    seed: int,
+    model_folder: Path | str | None = None,
+    choices: DataChoices | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Dataset, Dataset | None]:
+    """The data to train on and those to evaluate on, which are never trained on and never shuffled.
+
+    They come from `eval_source`, read like `source`, or are held out from it: `eval_fraction` of the samples, the same
+    ones in every run on the same data. Where that is not one sample, it is the last of their parts, at least one.
+    None where neither is given.
+
+    Raises InputError as `open_dataset` does, and where nothing would be left on one side, or be on both.
+    """
+    if eval_source is not None and eval_fraction is not None:
+        raise InputError("eval_data and eval_fraction: name the data to evaluate on, or hold some out, not both")
+    if SYNTHETIC in (source, eval_source) and (eval_fraction, eval_source) != (None, None):
+        raise InputError("eval_data and eval_fraction: synthetic data teaches nothing that could be evaluated")
+    if source == SYNTHETIC:
+        return _synthetic(vocab_size, sequence_length, rows_per_step, seed), None
+    choices = choices or DataChoices()
+
+    def read(name: Path | str) -> Corpus:
+        return read_corpus(
+            name, vocab_size=vocab_size, sequence_length=sequence_length, model_folder=model_folder, choices=choices,
+            say=say,
+        )  # fmt: skip
+
+    corpus = read(source)
+    every = np.ones(len(corpus.documents), np.bool_)
+    if eval_source is not None:
+        other = read(eval_source)
+        _require_apart(corpus, other)
+        evaluated = _dataset(other, np.ones(len(other.documents), np.bool_), rows_per_step, seed, shuffle=False)
+        return _dataset(corpus, every, rows_per_step, seed, shuffle=True), evaluated
+    if eval_fraction is None:
+        return _dataset(corpus, every, rows_per_step, seed, shuffle=True), None
+    held_out = _held_out(corpus, eval_fraction)
+    return (
+        _dataset(corpus, ~held_out, rows_per_step, seed, shuffle=True),
+        _dataset(corpus, held_out, rows_per_step, seed, shuffle=False),
     )
-    return Dataset(rows, sequence_length, rows_per_step, seed, shuffle, opened.pad_id, report, opened, fingerprint)
 
 
-def _source_files(path: Path) -> tuple[list[Path], bool]:
-    """The files of a source, and whether they are text rather than JSONL."""
-    if path.is_file():
-        if path.suffix.lower() in _NOT_READ:
-            raise UnsupportedChoice(
-                f"{path}: {path.suffix} is not read yet; write .jsonl (one row a line) or plain text"
-            )
-        return [path], path.suffix.lower() != ".jsonl"
-    text, rows = find_files(path, TEXT_SUFFIXES), find_files(path, (".jsonl",))
-    if text and rows:
+def _dataset(corpus: Corpus, mask: BoolArray, rows_per_step: int, seed: int, *, shuffle: bool) -> Dataset:
+    """The documents of a corpus that the mask marks, as batches."""
+    choices, tokenizer = corpus.choices, corpus.tokenizer
+    documents = corpus.documents.chosen(mask)
+    rows = sample_rows(
+        corpus.samples, documents, sequence_length=corpus.sequence_length, packing=choices.packing
+    )  # fmt: skip
+    content: dict[str, Any] = {"fingerprint": corpus.samples.fingerprint, "long_samples": choices.long_samples}
+    content["packing"] = choices.packing
+    content["held_out"] = int((~mask).sum())
+    report = corpus.report(documents, num_rows=rows.num_rows, num_held_out=int((~mask).sum()))
+    return Dataset(
+        rows, corpus.sequence_length, rows_per_step, seed, shuffle, tokenizer.pad_id, report, tokenizer, content
+    )
+
+
+def _held_out(corpus: Corpus, fraction: float) -> BoolArray:
+    """Which documents are held out: those of samples drawn at random, or the last parts where there are few samples."""
+    if not 0 < fraction < 1:
+        raise InputError(f"eval_fraction: {fraction} is no part of the data; set it between 0 and 1")
+    samples = np.unique(corpus.documents.samples)
+    count = round(fraction * len(samples))
+    if 0 < count < len(samples):
+        drawn = samples[_drawn_order(len(samples), _HELD_OUT_SEED, 0)[:count]]
+        return np.isin(corpus.documents.samples, drawn)
+    count = max(1, round(fraction * len(corpus.documents)))
+    if count >= len(corpus.documents):
         raise InputError(
-            f"{path}: holds text and JSONL ({text[0].name}, {rows[0].name}, ...); "
-            "name one file, or a folder of one kind"
+            f"eval_fraction: {fraction} of {len(samples)} samples, {len(corpus.documents)} documents of a row each, "
+            "leaves nothing to train on; set another, or name eval_data"
         )
-    if not text and not rows:
-        raise InputError(f"{path}: has no text files ({', '.join(TEXT_SUFFIXES[:7])}, ...) and no .jsonl")
-    return (text, True) if text else (rows, False)
+    return np.arange(len(corpus.documents)) >= len(corpus.documents) - count
+
+
+def _require_apart(training: Corpus, evaluation: Corpus) -> None:
+    """Raise InputError where the data to evaluate on are trained on."""
+    common = {file.resolve() for file in training.source.files} & {file.resolve() for file in evaluation.source.files}
+    # Parts of one file of a Hugging Face dataset may lie apart.
+    if training.samples.fingerprint == evaluation.samples.fingerprint or (common and not training.source.dataset):
+        what = min(common) if common else evaluation.source.name
+        raise InputError(f"eval_data: {what} is also trained on; keep the two apart, or set eval_fraction")
+
+
+def _drawn_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    # Sorted raw bits: numpy keeps bit generators' streams for ever, what shuffle() makes of them it may change.
+    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    return np.argsort(keys, kind="stable")
 
 
 def _synthetic(vocab_size: int, sequence_length: int, rows_per_step: int, seed: int) -> Dataset:
@@ -240,15 +228,20 @@ def _synthetic(vocab_size: int, sequence_length: int, rows_per_step: int, seed: 
         tokenizer="none",
         num_files=0,
         num_read=0,
+        kinds={},
         skipped={},
         first_skipped={},
         num_truncated=0,
+        num_split=0,
         longest_tokens=0,
+        longest_at="",
         num_untrained_turns=0,
+        packed=False,
         num_rows=0,
         num_tokens=0,
         num_targets=0,
+        num_places=0,
         first_sample="random tokens",
     )
-    rows = SyntheticRows(vocab_size, seed)
-    return Dataset(rows, sequence_length, rows_per_step, seed, True, 0, report, None, vocab_size)
+    rows, content = SyntheticRows(vocab_size, seed), {"fingerprint": vocab_size}
+    return Dataset(rows, sequence_length, rows_per_step, seed, True, 0, report, None, content)
