@@ -1,6 +1,10 @@
 """One function a command: arguments in, exit code out. Each imports what it needs when it is called."""
 
 import argparse
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -69,6 +73,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from planner.plan import Limits
     from planner.search import plan as run_plan
     from simulator.costs import OperationCosts
+    from simulator.freezing import freeze
     from simulator.hardware import load_hardware
     from simulator.model import load_model_spec
     from simulator.policy import Workload
@@ -77,7 +82,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.output:
         require_writable(arguments.output, what="--output")
     hardware = load_hardware(arguments.hardware)
-    model = load_model_spec(arguments.model)
+    model = freeze(load_model_spec(arguments.model), arguments.freeze)
     compiled = hardware.device.kind == "cuda" if arguments.compiled is None else arguments.compiled
     workload = validated(
         Workload,
@@ -122,7 +127,6 @@ def _limit(name: str, asked: int | None, capacity_bytes: int) -> int:
 def simulate(arguments: argparse.Namespace) -> int:
     """Replay a plan, on its own machine or another, and print what it does."""
     import json
-    from pathlib import Path
 
     from executor.folder import require_writable
     from planner.plan import Plan
@@ -157,9 +161,11 @@ def train(arguments: argparse.Namespace) -> int:
     from executor.config import SYNTHETIC_DATA, load_config, resolved_yaml
     from executor.folder import require_path
     from executor.launch import launch, require_own_directory, settled
+    from executor.loggers import require_loggers
     from planner.explain import plan_table
     from planner.plan import Plan
     from simulator.errors import InputError
+    from simulator.freezing import freeze
     from simulator.model import load_model_spec, read_model_config
 
     settings = {
@@ -180,25 +186,33 @@ def train(arguments: argparse.Namespace) -> int:
     config = config.model_copy(update={"model": path})
     if given is not None:
         config = settled(config, given)
-    if arguments.dry_run:
-        print(resolved_yaml(config), end="")
-        return 0
-    require_own_directory(config)
+    if not arguments.dry_run:
+        require_own_directory(config)
     model_config = read_model_config(path)
-    model = load_model_spec(path)
-    if config.data != SYNTHETIC_DATA:
-        require_path(config.data, what="data")  # before the minutes that probing and planning may take
-    planned = given or _plan_for(config, model)
+    model = freeze(load_model_spec(path), config.freeze)
+    require_loggers(config.loggers)
+    for key in ("data", "eval_data"):  # before the minutes that probing and planning may take
+        source = getattr(config, key)
+        if source not in (None, SYNTHETIC_DATA):
+            require_path(source, what=key)
+    if arguments.dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            planned = given or _plan_for(config, model, Path(folder), say=lambda line: print(f"# {line}"))
+        print(resolved_yaml(settled(config, planned)), end="")
+        print(textwrap.indent(plan_table(planned), "# ", lambda line: True), end="")  # all of it stays YAML
+        return 0
+    planned = given or _plan_for(config, model, Path(config.output))
     print(plan_table(planned))
     launch(config, planned, model_config, model)
     print(f"run directory: {config.output}; draw it with: conveyor plot {config.output}")
     return 0
 
 
-def _plan_for(config: "TrainConfig", model: "ModelSpec") -> "Plan":
-    """Plan a run that came without a plan, for the hardware it names or for this machine."""
-    from pathlib import Path
+def _plan_for(config: "TrainConfig", model: "ModelSpec", folder: Path, *, say: Callable[[str], None] = print) -> "Plan":
+    """Plan a run that came without a plan, for the hardware that it names, or for this machine.
 
+    The profile of this machine is left in `folder`.
+    """
     from planner.plan import Limits
     from planner.search import plan as run_plan
     from simulator.costs import OperationCosts
@@ -208,9 +222,9 @@ def _plan_for(config: "TrainConfig", model: "ModelSpec") -> "Plan":
     if config.hardware:
         hardware = load_hardware(config.hardware)
     else:
-        print("no hardware profile is named: probing this machine")
-        Path(config.output).mkdir(parents=True, exist_ok=True)
-        hardware = run_probe(Path(config.output) / "hardware.json")
+        say("no hardware profile is named: probing this machine")
+        folder.mkdir(parents=True, exist_ok=True)
+        hardware = run_probe(folder / "hardware.json")
     compiled = hardware.device.kind == "cuda" if config.compiled == "auto" else config.compiled
     limits = Limits(
         device_memory_bytes=_limit("device_memory", config.device_memory, hardware.device.memory_bytes),

@@ -93,6 +93,10 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
     workload.add_argument("--clipping", choices=("global", "layerwise", "none"), default="global", help="[%(default)s]")
 
+    workload.add_argument(
+        "--freeze", metavar="PATTERN", nargs="+", default=[], help="parameters that are not trained: 'model.layers.0.*'"
+    )
+
     limits = parser.add_argument_group("limits (24GiB, 64GB); default: what the hardware has")
     limits.add_argument("--device-memory", metavar="SIZE", type=positive_size, help="GPU memory that the plan may use")
     limits.add_argument("--host-memory", metavar="SIZE", type=positive_size, help="host memory that the plan may use")
@@ -115,7 +119,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="PATH|hub:NAME|synthetic", help="training data; synthetic: random tokens")
     parser.add_argument("--output", metavar="DIR", help="run directory")
     parser.add_argument("--steps", metavar="N", type=count, help="number of steps: max_steps")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:

@@ -181,11 +181,11 @@ def _others(folder: Path, damaged: Path | None = None) -> str:
 def _tensors(model: ModelSpec, index: int, state: BlockState) -> dict[str, torch.Tensor]:
     """A block's state as it is stored: views named by plane and parameter."""
     planes = {"weights": state.weights, "first_moment": state.first_moment, "second_moment": state.second_moment}
-    if state.low is not None:
-        planes["low"] = state.low
+    planes |= {"low": state.low}
     return {
         f"{plane}.{model.block_prefix(index)}{tensor.name}": tensor_view(values, tensor)
         for plane, values in planes.items()
+        if values is not None
         for tensor in model.block(index).tensors
     }
 

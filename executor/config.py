@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 import yaml
 
+from executor.batch_size import BatchSize
 from executor.data.documents import LongSamples
 from executor.data.row_kind import check_columns
 from executor.foreign_names import FOREIGN_NAMES
-from executor.schedule import LearningRateSchedule, check_schedule
+from executor.loggers import LoggerName
+from executor.schedule import LearningRateSchedule, Schedule, check_schedule, warmup_steps_of
 from executor.yaml_mapping import parse_yaml_value, read_yaml_mapping
 from simulator.errors import InputError
 from simulator.formats import GradientFormat, Precision, StateFormat
@@ -39,6 +41,16 @@ def _bytes(value: Any) -> Any:
 
 Size = Annotated[int, pydantic.BeforeValidator(_bytes), pydantic.Field(ge=0)]
 Memory = Annotated[int, pydantic.BeforeValidator(_bytes), pydantic.Field(gt=0)]
+Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
+
+
+def _listed(value: Any) -> Any:
+    """A single name where a list is meant."""
+    return [value] if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[Name, ...], pydantic.BeforeValidator(_listed)]
+Loggers = Annotated[tuple[LoggerName, ...], pydantic.BeforeValidator(_listed)]
 
 
 class TrainConfig(Schema):
@@ -66,39 +78,53 @@ class TrainConfig(Schema):
     # One step
     sequence_length: Count | None = None  # tokens in a row
     tokens_per_step: Count | None = None  # decides the result; micro-batches only cut it up
+    global_batch_size: Count | None = None  # the same in rows: tokens_per_step / sequence_length
     micro_batch_size: Count | Literal["auto"] = "auto"  # rows; a number pins the planner
+    gradient_accumulation_steps: Count | None = None  # micro-batches of a step: follows from the others, and must agree
 
     # The optimizer: AdamW
     learning_rate: float = pydantic.Field(default=2e-5, gt=0)  # the peak
-    lr_schedule: LearningRateSchedule = "cosine"
-    warmup_steps: int = pydantic.Field(default=0, ge=0)
-    weight_decay: float = pydantic.Field(default=0.0, ge=0)  # on matrices only
+    lr_schedule: LearningRateSchedule = "cosine"  # what follows the warm-up; wsd: stable, then a decay
+    warmup_steps: int = pydantic.Field(default=0, ge=0)  # the rate rises over these; the first one's is not 0
+    warmup_ratio: Share | None = None  # the same as a share of the run, rounded up
+    min_lr_ratio: float = pydantic.Field(default=0.0, ge=0, le=1)  # where the fall would end, as a share of the peak
+    wsd_decay_ratio: float = pydantic.Field(default=0.2, gt=0, le=1)  # share of the steps after the warm-up that decay
+    weight_decay: float = pydantic.Field(default=0.0, ge=0)  # on matrices, embeddings too; not on norms and biases
     betas: tuple[
         Annotated[float, pydantic.Field(ge=0, lt=1)],
         Annotated[float, pydantic.Field(ge=0, lt=1)],
-    ] = (0.9, 0.999)
-    epsilon: float = pydantic.Field(default=1e-8, gt=0)
-    max_grad_norm: float = pydantic.Field(default=1.0, gt=0)
+    ] = (0.9, 0.999)  # how slowly the two moments forget
+    epsilon: float = pydantic.Field(default=1e-8, gt=0)  # beside the root of the second moment
+    max_grad_norm: float = pydantic.Field(default=1.0, gt=0)  # of all trained parameters together
+    freeze: Patterns = ()  # parameters that are not trained, as globs: model.layers.0.*, *.bias
+
+    # Evaluation
+    eval_data: Name | None = None  # what to evaluate on, read like data
+    eval_fraction: Share | None = None  # or a part of data that is held out
+    eval_every: Count | None = None  # steps between evaluations; None: one at the end
+    early_stop_patience: Count | None = None  # stop after so many evaluations without a lower loss
 
     # The run
-    max_steps: Count | None = None  # None: once through the data
-    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
+    max_steps: Count | None = None  # None: once through the data, or num_epochs
+    num_epochs: float | None = pydantic.Field(default=None, gt=0)  # in place of max_steps; may be a fraction
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)  # of the order of rows, and of random weights
     log_every: Count = 1  # steps between lines on the console; metrics.jsonl has every step
+    loggers: Loggers = ()  # where metrics go as well: tensorboard, wandb, trackio
     save_every: Count | None = None  # steps between checkpoints; None: one at the end
-    keep_checkpoints: Count = 2
+    keep_checkpoints: Count = 2  # the newest ones; earlier ones are removed
     resume: Name = "never"  # "never"; "auto": the newest whole checkpoint in output, if any; or a checkpoint's path
 
     # Numbers
-    precision: Precision = "bf16"
-    gradient_format: GradientFormat = "fp32"
+    precision: Precision = "bf16"  # of weights and activations; the master is fp32 in bf16 runs too
+    gradient_format: GradientFormat = "fp32"  # of completed gradients; sums are fp32 whatever it is
     state_format: StateFormat | Literal["auto"] = "fp32"  # auto: the planner may choose
-    clipping: Clipping = "global"
+    clipping: Clipping = "global"  # by the norm of all gradients, of each layer's alone, or not at all
     compiled: bool | Literal["auto"] = "auto"  # auto: on a GPU
 
     # Limits of the plan; None: what the hardware has
-    device_memory: Memory | None = None
-    host_memory: Memory | None = None
-    nvme_memory: Size = 0
+    device_memory: Memory | None = None  # of the GPU
+    host_memory: Memory | None = None  # of the process and its children
+    nvme_memory: Size = 0  # of the disk, for state: not built yet
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
@@ -108,6 +134,11 @@ class TrainConfig(Schema):
             raise ValueError("takes no truth value, as which YAML reads true, false, yes, no, on and off")
         return value
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _fill_batch_size(cls, values: Any) -> Any:
+        return {**values, **BatchSize.of(values).filled()} if isinstance(values, dict) else values
+
     @pydantic.model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         if contradictions := list(self._contradictions()):
@@ -116,6 +147,8 @@ class TrainConfig(Schema):
 
     def _contradictions(self) -> Iterator[str]:
         missing = [key for key in ("model", "sequence_length", "tokens_per_step") if getattr(self, key) is None]
+        if "tokens_per_step" in missing and BatchSize.of(dict(self)).rows is not None:
+            missing.remove("tokens_per_step")  # said in rows, it lacks the length only
         if self.plan is None and missing:
             yield f"set {' and '.join(missing)}, or a plan that holds what is missing"
         try:
@@ -127,6 +160,7 @@ class TrainConfig(Schema):
                 self.workload(compiled=False)
             except InputError as error:
                 yield str(error)
+        yield from BatchSize.of(dict(self)).contradictions()
         if self.max_steps is not None:
             try:
                 check_schedule(warmup_steps=self.warmup_steps, max_steps=self.max_steps)
@@ -134,8 +168,37 @@ class TrainConfig(Schema):
                 yield str(error)
         elif self.data == SYNTHETIC_DATA:
             yield "max_steps: synthetic data has no end; set the number of steps"
+        if self.max_steps is not None and self.num_epochs is not None:
+            yield "max_steps and num_epochs: both say how long the run is; leave one of the two out (null)"
+        if self.warmup_steps and self.warmup_ratio is not None:
+            yield "warmup_steps and warmup_ratio: both say how long the warm-up is; leave one of the two out"
+        yield from self._contradictions_of_evaluation()
         if self.clipping == "none" and "max_grad_norm" in self.model_fields_set:
             yield "max_grad_norm: has no effect with clipping 'none'; leave one of the two out"
+
+    def _contradictions_of_evaluation(self) -> Iterator[str]:
+        if self.eval_data is not None and self.eval_fraction is not None:
+            yield "eval_data and eval_fraction: both say what to evaluate on; leave one of the two out"
+        if self.eval_data is None and self.eval_fraction is None:
+            for key in ("eval_every", "early_stop_patience"):
+                if getattr(self, key) is not None:
+                    yield f"{key}: there is nothing to evaluate on; set eval_data or eval_fraction"
+        elif self.early_stop_patience is not None and self.eval_every is None:
+            yield "early_stop_patience: counts evaluations during the run; set eval_every"
+        if self.eval_data == SYNTHETIC_DATA:
+            yield "eval_data: synthetic data has no end; name a file or a folder"
+        if self.eval_fraction is not None and self.data == SYNTHETIC_DATA:
+            yield "eval_fraction: synthetic data has no end, so no part of it; leave eval_fraction out"
+
+    def schedule(self, max_steps: int) -> Schedule:
+        """The learning rate of a run of so many steps. Raises InputError where the warm-up is longer."""
+        warmup_steps = self.warmup_steps
+        if self.warmup_ratio is not None:
+            warmup_steps = warmup_steps_of(self.warmup_ratio, max_steps)
+        check_schedule(warmup_steps=warmup_steps, max_steps=max_steps)
+        return Schedule(
+            self.learning_rate, self.lr_schedule, warmup_steps, max_steps, self.min_lr_ratio, self.wsd_decay_ratio
+        )
 
     def workload(self, *, compiled: bool) -> Workload:
         """The simulator's view of one step, `compiled` and `state_format` resolved from auto. Raises InputError."""
@@ -242,7 +305,7 @@ def _with_stand_ins(values: Mapping[str, Any], wrong: set[str]) -> dict[str, Any
     """`values` without the wrong keys' absence: what is written, though wrongly, is not missing."""
     stand_ins = {"data": "-", "output": "-", "max_steps": 2**62}
     filled = {**{key: value for key, value in stand_ins.items() if key in wrong}, **values}
-    if wrong & {"model", "sequence_length", "tokens_per_step"}:
+    if wrong & {"model", "sequence_length", "tokens_per_step", "global_batch_size"}:
         filled.setdefault("plan", "-")
     return filled
 

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from executor.layer import ACCUMULATOR_DTYPES, COMPUTE_DTYPES, tensor_views, zero_padding
 from simulator.formats import Precision
-from simulator.model import PROJECTION, ModelSpec
+from simulator.model import PROJECTION, BlockSpec, ModelSpec
 
 # Elements of logits that are widened to fp32 at a time, and of the projection's gradient formed at a time: they bound
 # the memory beside the chunk's logits to about three times 256 MiB. Rows are independent, so results do not change.
@@ -50,7 +50,7 @@ class HeadTemplate:
         loss_scale: float | Tensor,
         *,
         chunk_tokens: int,
-        head_accumulator: Tensor,
+        head_accumulator: Tensor | None,
         embedding_accumulator: Tensor | None = None,
         first: bool,
         grad_hidden: Tensor | None = None,
@@ -62,18 +62,23 @@ class HeadTemplate:
         micro-batches by their tokens; it multiplies every gradient and not the loss. Gradients of the weights are
         formed in compute dtype, chunk after chunk in ascending order, and added in the accumulator's dtype; `first`
         writes where later micro-batches add. flat_embedding and embedding_accumulator (layout of block 0) are for
-        tied embeddings and None otherwise. grad_hidden: where to write, `hidden` itself allowed; None allocates.
+        tied embeddings and None otherwise. A frozen block has no accumulator; in one that is frozen in part nothing is
+        written to the frozen tensor's place. grad_hidden: where to write, `hidden` itself allowed; None allocates.
         """
         tied = self.model.tied_embeddings
-        assert (flat_embedding is not None) == (embedding_accumulator is not None) == tied
+        assert (flat_embedding is not None) == tied
         with torch.no_grad():
             norm_weights, projection = self._weights(flat_head, flat_embedding)
-            norm_sums, projection_sum = self._weights(head_accumulator, embedding_accumulator)
-            if first:
+            norm_sums = [self._sum(self._head, head_accumulator, name) for name in self._norm_names]
+            if tied:
+                projection_sum = self._sum(self._embedding, embedding_accumulator, self.model.embedding.name)
+            else:
+                projection_sum = self._sum(self._head, head_accumulator, PROJECTION)
+            if first and head_accumulator is not None:
                 zero_padding(self._head, head_accumulator)
-                if embedding_accumulator is not None:
-                    # Padding, and learned positions, whose gradient has no share of the head's.
-                    embedding_accumulator[self.model.embedding.num_elements :].zero_()
+            if first and embedding_accumulator is not None:
+                # Padding, and learned positions, whose gradient has no share of the head's.
+                embedding_accumulator[self.model.embedding.num_elements :].zero_()
             if grad_hidden is None:
                 grad_hidden = torch.empty_like(hidden)
             scale = self._scale(loss_scale, hidden.device)
@@ -94,6 +99,12 @@ class HeadTemplate:
                     first=first and start == 0,
                 )
             return losses.sum(), grad_hidden
+
+    def _sum(self, block: BlockSpec, accumulator: Tensor | None, name: str) -> Tensor | None:
+        """Where the gradient of a tensor is summed, or None where it is frozen."""
+        if accumulator is None or next(tensor for tensor in block.tensors if tensor.name == name).frozen:
+            return None
+        return tensor_views(block, accumulator)[name]
 
     def loss(
         self, flat_head: Tensor, flat_embedding: Tensor | None, hidden: Tensor, labels: Tensor, *, chunk_tokens: int
@@ -119,8 +130,8 @@ class HeadTemplate:
         scale: Tensor,
         *,
         losses: Tensor,
-        norm_sums: Sequence[Tensor],
-        projection_sum: Tensor,
+        norm_sums: Sequence[Tensor | None],
+        projection_sum: Tensor | None,
         grad_tokens: Tensor,
         first: bool,
     ) -> None:
@@ -136,10 +147,12 @@ class HeadTemplate:
         # tensors, which are a hundred times smaller.
         counted = (targets >= 0).unsqueeze(1)
         grad_normed = ((grad_logits @ projection) * (counted * scale)).to(normed.dtype)
-        _accumulate_product(projection_sum, grad_logits, normed, counted, scale, first=first)
+        if projection_sum is not None:
+            _accumulate_product(projection_sum, grad_logits, normed, counted, scale, first=first)
         grad, *grad_norms = torch.autograd.grad((normed_graph,), (tokens, *norm_weights), (grad_normed,))
         for norm_sum, grad_norm in zip(norm_sums, grad_norms, strict=True):
-            _accumulate(norm_sum, grad_norm, None, first=first)
+            if norm_sum is not None:
+                _accumulate(norm_sum, grad_norm, None, first=first)
         grad_tokens.copy_(grad)
 
     def _token_losses(self, logits: Tensor, targets: Tensor, losses: Tensor, *, with_gradient: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from executor.batch_size import BatchSize
 from executor.config import TrainConfig, resolved_yaml
 from executor.huggingface import is_exported
 from executor.record import PredictedFrom, RunRecord, Status, installed_versions
@@ -15,6 +16,7 @@ from executor.run_directory import EXPORTED, RECORD, finish_run, holds_run, star
 from executor.source_tree import source_tree
 from planner.plan import Plan, require_same_inputs
 from simulator.errors import ConveyorError, InputError, OutOfMemory
+from simulator.freezing import freeze, frozen_patterns, unfrozen
 from simulator.hardware_check import check_capacity
 from simulator.model import ModelSpec
 from simulator.probe import current_device, current_host
@@ -37,8 +39,9 @@ def launch(
     Raises InputError before anything is allocated when the plan was made for another model or a larger machine,
     OutOfMemory naming tier and bytes when memory runs out all the same, Interrupted when the user stops the run.
     """
-    require_same_inputs(plan, model=model)
-    config = settled(config, plan)
+    if unfrozen(model) != unfrozen(plan.model):
+        require_same_inputs(plan, model=model)
+    config, model = settled(config, plan), plan.model
     limits = plan.inputs.limits
     check_capacity(
         plan.hardware, current_device(), current_host(),
@@ -111,6 +114,9 @@ def settled(config: TrainConfig, plan: Plan) -> TrainConfig:
         for key, value in planned.items()
         if key in config.model_fields_set and getattr(config, key) not in ("auto", None, value)
     ]
+    if "freeze" in config.model_fields_set and freeze(plan.model, config.freeze) != plan.model:
+        frozen = ", ".join(frozen_patterns(plan.model)) or "nothing"
+        different.append(f"freeze is {list(config.freeze)}, the plan freezes {frozen}")
     if different:
         raise InputError(f"the plan was made for another step: {'; '.join(different)}; plan again")
     for key in ("hardware", "costs"):
@@ -127,7 +133,12 @@ def settled(config: TrainConfig, plan: Plan) -> TrainConfig:
             )
     if workload.clipping == "none" and "max_grad_norm" in config.model_fields_set:
         raise InputError("max_grad_norm: has no effect on a plan whose clipping is 'none'; leave it out, or plan again")
-    return config.model_copy(update=planned)
+    if "freeze" not in config.model_fields_set:
+        planned["freeze"] = frozen_patterns(plan.model)
+    config = config.model_copy(update=planned)
+    if contradictions := BatchSize.of(dict(config)).contradictions():
+        raise InputError(f"the plan was made for another step: {'; '.join(contradictions)}")
+    return config
 
 
 def require_own_directory(config: TrainConfig) -> None:

@@ -215,7 +215,7 @@ class LayerTemplates:
         the backward given the layer's input. Raises UnsupportedChoice for a level that eager layers do not know.
         """
         self._check_level(level)
-        if level == "input" and not self.compiled:
+        if self.model.block(block).forward_only or (level == "input" and not self.compiled):
             with torch.no_grad():
                 weights = tensor_views(self.model.block(block), flat).values()
                 context = self._context(block, hidden, documents)
@@ -233,8 +233,10 @@ class LayerTemplates:
         *,
         first: bool = False,
         documents: Documents | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of one layer: of its input, like `grad_output`, and of its tensors, in the block's order.
+
+        None for a frozen tensor.
 
         `kept` is what the forward saved, which is used up, or the layer's input [rows, sequence, hidden size], from
         which the forward is run again at level `input` (compiled layers then compute the forward once more than
@@ -261,8 +263,11 @@ class LayerTemplates:
         self, block: int, flat: Tensor, hidden: Tensor, level: SaveLevel, documents: Documents | None
     ) -> tuple[Tensor, SavedLayer]:
         context = self._context(block, hidden, documents)
-        leaf = hidden.detach().requires_grad_()
-        weights = [view.detach().requires_grad_() for view in tensor_views(self.model.block(block), flat).values()]
+        leaf, spec = hidden.detach().requires_grad_(), self.model.block(block)
+        weights = [
+            view.detach().requires_grad_(not tensor.frozen)
+            for tensor, view in zip(spec.tensors, tensor_views(spec, flat).values(), strict=True)
+        ]
         tensors = SavedTensors(flat, constants=context)
         with torch.enable_grad(), tensors.hooks():
             output = self._function(block, hidden, level)(leaf, context, *weights)

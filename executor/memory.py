@@ -106,11 +106,11 @@ class Memory:
 
     def state(self, block: int) -> BlockState:
         """The master state of a block where its optimizer lives: what is loaded, updated, saved and exported."""
-        planes = self._device_states.get(block)
-        if planes is None:
+        if self.host.has(block, "weights"):
             return self.host.state(block)
+        planes = self._device_states.get(block, {})
         weights = self.plane(f"device.weights.{block}", block)
-        return BlockState(weights, planes.get("low"), planes["first_moment"], planes["second_moment"])
+        return BlockState(weights, planes.get("low"), planes.get("first_moment"), planes.get("second_moment"))
 
     def states(self) -> list[BlockState]:
         return [self.state(block) for block in range(self.model.num_blocks)]
@@ -119,7 +119,7 @@ class Memory:
         """Copy host-homed weights into their resident place, after loading or restoring them."""
         for block in range(self.model.num_blocks):
             name = f"device.weights.{block}"
-            if block not in self._device_states and name in self._tensors:
+            if self.host.has(block, "weights") and name in self._tensors:
                 self.plane(name, block).copy_(self.host.plane(block, "weights"))
 
     def persistent_bytes(self) -> dict[str, int]:

@@ -5,17 +5,18 @@ Every function takes its tensors by the buffer names that the operation carries;
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from executor.adamw import adamw_device, adamw_host, clip_scalars
+from executor.adamw import Block, adamw_device, adamw_host, clip_scalars
 from executor.gradients import accumulate, finish_gradient
 from executor.head import HeadTemplate
 from executor.layer import LayerTemplates, tensor_views
 from executor.memory import Memory
-from executor.store import plane_dtype
+from executor.store import plane_dtype, tensor_view
 from simulator.model import ModelSpec
-from simulator.policy import Policy
+from simulator.policy import Policy, SaveLevel
 from simulator.program import Kind, Operation, Resource
 
 
@@ -63,6 +64,7 @@ class Operations:
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
             Kind.LOSS: self.loss,
+            Kind.EVALUATE: self.evaluate,
             Kind.BACKWARD: self.backward,
             Kind.FINISH_GRADIENT: self.finish_gradient,
             Kind.STORE_GRADIENT: self.store_gradient,
@@ -91,14 +93,17 @@ class Operations:
                 passing[f"batch.{m}"] = documents
             passing[f"hidden.1.{m}"] = self.templates.embed(weights, self.memory.tokens[0, m], documents)
             return
-        level = self.policy.save_levels[block - 1]
-        output, saved = self.templates.forward(
-            block, weights, passing[f"hidden.{block}.{m}"], level, passing.get(f"batch.{m}")
-        )
+        hidden = passing[f"hidden.{block}.{m}"]
+        kept = f"hidden.{block}.{m}" not in operation.releases  # for the backward: it waits with its input
+        # What is dropped at once costs compiled layers another compilation, and eager ones nothing.
+        level = cast(SaveLevel, operation.level if kept or self.templates.compiled else "input")
+        output, saved = self.templates.forward(block, weights, hidden, level, passing.get(f"batch.{m}"))
+        del hidden
         passing[f"hidden.{block + 1}.{m}"] = output
         # At level `input` this is the input and, compiled, a graph over it: it costs no bytes of its own.
-        if self.policy.kept_input(block):
+        if kept:
             passing[f"saved.{block}.{m}"] = saved
+        del saved
         self._release(operation)
 
     def recompute(self, operation: Operation) -> None:
@@ -110,7 +115,7 @@ class Operations:
 
     def loss(self, operation: Operation) -> None:
         memory, block, m = self.memory, operation.block, operation.micro_batch
-        tied = self.model.tied_embeddings
+        tied, tied_trained = self.model.tied_embeddings, self.model.block(0).trained
         loss_sum, grad_hidden = self.head.loss_and_gradients(
             memory.plane(f"device.weights.{block}", block),
             memory.plane("device.weights.0", 0) if tied else None,
@@ -118,35 +123,58 @@ class Operations:
             memory.tokens[1, m],
             memory.loss_scales[m],
             chunk_tokens=self.policy.head_chunk_tokens,
-            head_accumulator=memory.plane(operation.target("gradient_sum"), block),
-            embedding_accumulator=memory.plane("device.accumulator.tied", 0) if tied else None,
+            head_accumulator=self._accumulator(operation),
+            embedding_accumulator=memory.plane("device.accumulator.tied", 0) if tied and tied_trained else None,
             first=operation.first,
         )
         if operation.first:
             memory.loss.copy_(loss_sum)
         else:
             memory.loss.add_(loss_sum)
-        memory.passing[f"grad_hidden.{block}.{m}"] = grad_hidden
+        if operation.writes_to(f"grad_hidden.{block}.{m}"):
+            memory.passing[f"grad_hidden.{block}.{m}"] = grad_hidden
+        self._release(operation)
+
+    def evaluate(self, operation: Operation) -> None:
+        memory, block, m = self.memory, operation.block, operation.micro_batch
+        loss_sum = self.head.loss(
+            memory.plane(f"device.weights.{block}", block),
+            memory.plane("device.weights.0", 0) if self.model.tied_embeddings else None,
+            memory.passing[f"hidden.{block}.{m}"],
+            memory.tokens[1, m],
+            chunk_tokens=self.policy.head_chunk_tokens,
+        )
+        if operation.first:
+            memory.loss.copy_(loss_sum)
+        else:
+            memory.loss.add_(loss_sum)
         self._release(operation)
 
     def backward(self, operation: Operation) -> None:
         memory, block, m = self.memory, operation.block, operation.micro_batch
         passing = memory.passing
         upstream = passing[f"grad_hidden.{block + 1}.{m}"]
-        accumulator = memory.plane(operation.target("gradient_sum"), block)
+        accumulator = self._accumulator(operation)
         documents = passing.get(f"batch.{m}")  # of packed rows only
         if block == 0:
+            assert accumulator is not None, "a frozen embedding has no backward"
             self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, documents, first=operation.first)
         else:
             hidden = passing.pop(f"hidden.{block}.{m}")
             kept = passing.pop(f"saved.{block}.{m}", hidden)
             del hidden  # what was kept holds it, and lets go of it as the backward proceeds
             weights = memory.plane(operation.source("weights"), block)
-            views = list(tensor_views(self.model.block(block), accumulator).values())
-            passing[f"grad_hidden.{block}.{m}"], gradients = self.templates.backward(
+            views: list[torch.Tensor] = []
+            if accumulator is not None:
+                views = list(tensor_views(self.model.block(block), accumulator).values())
+            grad_hidden, gradients = self.templates.backward(
                 block, weights, kept, upstream, views, first=operation.first, documents=documents
             )
-            accumulate(accumulator, views, gradients, first=operation.first)
+            if operation.writes_to(f"grad_hidden.{block}.{m}"):
+                passing[f"grad_hidden.{block}.{m}"] = grad_hidden
+            del grad_hidden
+            if accumulator is not None:
+                accumulate(accumulator, views, gradients, first=operation.first)
         del upstream
         self._release(operation)
 
@@ -155,6 +183,9 @@ class Operations:
         accumulator = memory.plane(operation.source("gradient_sum"), block)
         if block == 0 and self.model.tied_embeddings:
             accumulator.add_(memory.plane("device.accumulator.tied", 0))
+        for tensor in self.model.block(block).tensors:
+            if tensor.frozen:  # the norm is that of what is trained
+                tensor_view(accumulator, tensor).zero_()
         finish_gradient(
             accumulator,
             memory.plane(operation.target("gradient."), block),
@@ -188,16 +219,19 @@ class Operations:
         gradient = memory.plane(operation.source("gradient"), block)
         suffix = "" if self.policy.clipping == "global" else f".{block}"
         on_host = operation.resource is Resource.HOST
-        planes = (state.weights, state.low, state.first_moment, state.second_moment, gradient)
-        decay = self.model.block(block).num_matrix_elements
+        planes = Block(state.weights, state.low, *state.moments(), gradient)
+        spec = self.model.block(block)
         betas, eps = self.optimization.betas, self.optimization.epsilon
-        if on_host:
-            adamw_host(
-                *planes, memory.host_scalars[suffix], num_decay_elements=decay, betas=betas, eps=eps,
-                threads=self.host_threads,
-            )  # fmt: skip
-        else:
-            adamw_device(*planes, memory.scalars[suffix], num_decay_elements=decay, betas=betas, eps=eps)
+        for begin, end in spec.trained_ranges:  # one, unless tensors between are frozen
+            part = planes.part(begin, end)
+            decay = min(max(spec.num_matrix_elements - begin, 0), end - begin)
+            if on_host:
+                adamw_host(
+                    *part, memory.host_scalars[suffix], num_decay_elements=decay, betas=betas, eps=eps,
+                    threads=self.host_threads,
+                )  # fmt: skip
+            else:
+                adamw_device(*part, memory.scalars[suffix], num_decay_elements=decay, betas=betas, eps=eps)
 
     def report(self, operation: Operation) -> None:
         memory = self.memory
@@ -205,6 +239,12 @@ class Operations:
         # With layerwise or no clipping nobody has put the norm together yet.
         norm = self.norm if self.policy.clipping == "global" else memory.norms.sum().sqrt()
         memory.report[self.parity, 1].copy_(norm, non_blocking=True)
+
+    def _accumulator(self, operation: Operation) -> torch.Tensor | None:
+        """Where the operation's block sums its gradient; None where it is frozen."""
+        if not self.model.block(operation.block).trained:
+            return None
+        return self.memory.plane(operation.target("gradient_sum"), operation.block)
 
     def _release(self, operation: Operation) -> None:
         for name in operation.releases:

@@ -21,16 +21,20 @@ from executor import checkpoint
 from executor.adamw import step_scalars
 from executor.config import SYNTHETIC_DATA, TrainConfig
 from executor.data.corpus import DataChoices
-from executor.data.dataset import Dataset, open_dataset
+from executor.data.dataset import Dataset, open_datasets
+from executor.evaluation import all_batches, evaluations_without_improvement
 from executor.folder import require_free_disk
 from executor.huggingface import export, export_bytes, has_weights, initialise, load_weights, state_sink
+from executor.loggers import Logger, open_loggers, require_loggers
 from executor.operations import Optimization
-from executor.run_directory import EXPORTED, append_metrics
-from executor.schedule import check_schedule, learning_rate
+from executor.progress import step_progress
+from executor.run_directory import EVALUATIONS, EXPORTED, load_lines
+from executor.schedule import learning_rate
+from executor.step_log import StepLog
 from executor.tokenizer import ByteTokenizer
 from executor.trainer import StepResult, Trainer
 from simulator.errors import ConveyorError, InputError
-from simulator.formulas import tflops
+from simulator.freezing import frozen_patterns
 from simulator.model import ModelSpec
 from simulator.nearest import did_you_mean, nearest_name
 from simulator.policy import Policy, Workload
@@ -79,10 +83,13 @@ class Run:
         self.context_bytes = _device_bytes_in_use(device)
         folder = Path(config.model) if config.model is not None else None
         self.model_folder = folder if folder is not None and has_weights(folder) else None
-        self.dataset = _open_dataset(config, model, workload, folder, say)
+        require_loggers(config.loggers)
+        self.dataset, self.eval_dataset = _open_datasets(config, model, workload, folder, say)
         self.num_steps = _num_steps(config, self.dataset)
         self.steps_applied = 0
-        check_schedule(warmup_steps=config.warmup_steps, max_steps=self.num_steps)
+        self.schedule = config.schedule(self.num_steps)
+        self.loggers: list[Logger] = []
+        self.eval_losses: list[float] = []
         self.resume_from = _resume_from(config.resume, self.checkpoints)
         exported = not self.saves or (directory / EXPORTED).exists()
         done = 0 if self.resume_from is None else checkpoint.read_record(self.resume_from).progress.step
@@ -91,6 +98,8 @@ class Run:
         self._require_disk()
         for line in self.dataset.report.lines():
             say(line)
+        if self.eval_dataset is not None:
+            say(f"evaluation: {self.eval_dataset.rows.num_rows} rows, of {config.eval_data or 'the same data'}")
         started = time.perf_counter()
         self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
         say(f"state allocated in {time.perf_counter() - started:.1f} s")
@@ -106,13 +115,7 @@ class Run:
 
     def _optimization(self) -> Optimization:
         config = self.config
-        rates = [
-            learning_rate(
-                step, peak=config.learning_rate, schedule=config.lr_schedule, warmup_steps=config.warmup_steps,
-                max_steps=self.num_steps,
-            )
-            for step in range(self.num_steps)
-        ]  # fmt: skip
+        rates = [learning_rate(step, self.schedule) for step in range(self.num_steps)]
         dtype = torch.float64 if self.workload.precision == "fp64" else torch.float32
         table = step_scalars(rates, config.betas, config.weight_decay, dtype=dtype)
         return Optimization(table, config.betas, config.epsilon, config.max_grad_norm)
@@ -124,9 +127,12 @@ class Run:
             "data": self.dataset.settings(),
             "optimizer": {
                 "learning_rate": config.learning_rate, "lr_schedule": config.lr_schedule,
-                "warmup_steps": config.warmup_steps, "max_steps": self.num_steps, "betas": list(config.betas),
+                "warmup_steps": self.schedule.warmup_steps, "max_steps": self.num_steps, "betas": list(config.betas),
                 "epsilon": config.epsilon, "weight_decay": config.weight_decay, "max_grad_norm": config.max_grad_norm,
+                **({"min_lr_ratio": config.min_lr_ratio} if config.min_lr_ratio else {}),
+                **({"wsd_decay_ratio": config.wsd_decay_ratio} if config.lr_schedule == "wsd" else {}),
             },
+            **({"freeze": list(frozen_patterns(self.model))} if config.freeze else {}),
             "gradient_format": self.workload.gradient_format,
             "clipping": self.workload.clipping,
         }  # fmt: skip
@@ -155,6 +161,9 @@ class Run:
             progress = checkpoint.load(self.resume_from, model=self.model, states=states, settings=self._settings())
             self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
             self.steps_applied = progress.applied_steps
+            earlier = load_lines(self.directory / EVALUATIONS)
+            losses = [row["eval_loss"] for row in earlier if row["step"] < progress.step]
+            self.eval_losses = [math.nan if loss is None else loss for loss in losses]  # null: it was not finite
             self.say(f"resumed from {self.resume_from} after {progress.step} steps")
             return
         if self.model_folder is not None:
@@ -172,13 +181,22 @@ class Run:
         A step is timed from one report to the next, so pipelined steps are timed as they are paid for.
         """
         trainer, first = self.trainer, self.trainer.steps_done
-        if first == self.num_steps:
+        if first == self.num_steps or self._should_stop_early():
             self._export()
             return None
+        self.loggers = open_loggers(self.config.loggers, self.directory, self.config.model_dump(mode="json"))
         results: list[StepResult] = []
         seconds: list[float] = []
-        recorded = max(first + 1, self.num_steps - 2) if self.num_steps - first > 1 else first
-        with HostPeak() as host_peak, _stop_requests() as stop:
+        # Recorded: the first step, so that there is something; a steady one after the warm-up; one near the end.
+        to_record, recorded = [first, first + WARM_UP_STEPS, self.num_steps - 2], -1
+        data_waits: dict[int, float] = {}
+        evaluated = stopped_early = False
+        with (
+            step_progress(self.say, num_steps=self.num_steps, steps_done=first) as progress,
+            HostPeak() as host_peak,
+            _stop_requests() as stop,
+        ):
+            self.log = self._step_log(progress.say)
             clock = time.perf_counter()
 
             def finished(result: StepResult | None) -> None:
@@ -189,10 +207,26 @@ class Run:
                 results.append(result)
                 seconds.append(now - clock)
                 clock = now
-                self._log(result, seconds[-1], host_peak.peak_bytes)
+                lost = trainer.timeline(seconds[-1]).lost_seconds() if result.step == recorded else None
+                self._log(result, seconds[-1], data_waits.pop(result.step), host_peak.peak_bytes, lost)
+                progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
 
             for step in range(first, self.num_steps):
-                finished(trainer.step(self.dataset.batch(step), record=step == recorded))
+                asked = time.perf_counter()
+                batch = self.dataset.batch(step)
+                data_waits[step] = time.perf_counter() - asked
+                steady = trainer.pending or step in (first, self.num_steps - 1)
+                record = bool(to_record) and step >= to_record[0] and steady
+                if record:
+                    to_record, recorded = [target for target in to_record if target > step], step
+                finished(trainer.step(batch, record=record))
+                evaluated = False
+                if self._evaluation_due(step + 1) and not stop.is_set():
+                    finished(trainer.drain())
+                    self._evaluate()
+                    evaluated, clock = True, time.perf_counter()
+                    if stopped_early := self._should_stop_early():
+                        break
                 due = self.config.save_every and (step + 1) % self.config.save_every == 0
                 if self.saves and due and step + 1 < self.num_steps and not stop.is_set():
                     finished(trainer.drain())
@@ -201,7 +235,9 @@ class Run:
                 if stop.is_set():
                     break
             finished(trainer.drain())
-            interrupted = trainer.steps_done < self.num_steps
+            interrupted = trainer.steps_done < self.num_steps and not stopped_early
+            if self.eval_dataset is not None and not (evaluated or interrupted):
+                self._evaluate()
             if not interrupted and not trainer.steps_applied():
                 raise ConveyorError(
                     f"all {self.num_steps} steps were skipped: no gradient was finite, so nothing was trained; "
@@ -212,44 +248,58 @@ class Run:
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
                 raise Interrupted(f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}")
+            if stopped_early:
+                self.say(
+                    f"stopped early after {trainer.steps_done} of {self.num_steps} steps: "
+                    f"{self.config.early_stop_patience} evaluations without a lower loss"
+                )
             exported = self._export() if self.saves else None
         return self._outcome(results, seconds, host_peak.peak_bytes, exported)
 
-    def _log(self, result: StepResult, seconds: float, host_bytes: int) -> None:
+    def _step_log(self, say: Callable[[str], None]) -> StepLog:
+        self.say = say
+        return StepLog(
+            self.directory, self.model, self.schedule, tokens_per_step=self.workload.tokens_per_step,
+            steps_per_epoch=self.dataset.steps_per_epoch, log_every=self.config.log_every, loggers=self.loggers,
+            say=say,
+        )  # fmt: skip
+
+    def _evaluation_due(self, steps_done: int) -> bool:
+        every = self.config.eval_every
+        return self.eval_dataset is not None and every is not None and steps_done % every == 0
+
+    def _evaluate(self) -> None:
+        """Evaluate and write down what was found. The trainer is drained."""
+        assert self.eval_dataset is not None
+        started = time.perf_counter()
+        found = self.trainer.evaluate(all_batches(self.eval_dataset))
+        self.eval_losses.append(found.loss)
+        self.log.evaluation(
+            self.trainer.steps_done - 1, found, seconds=time.perf_counter() - started,
+            improved=evaluations_without_improvement(self.eval_losses) == 0,
+        )  # fmt: skip
+
+    def _should_stop_early(self) -> bool:
+        patience = self.config.early_stop_patience
+        return patience is not None and evaluations_without_improvement(self.eval_losses) >= patience
+
+    def _log(
+        self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float] | None
+    ) -> None:
         if not math.isfinite(result.gradient_norm) and self.policy.clipping != "global":
             newest = checkpoint.latest(self.checkpoints)
             raise ConveyorError(
                 f"step {result.step}: the gradient is not finite (loss {result.loss}), and with clipping "
                 f"{self.policy.clipping!r} other layers are updated already. The last checkpoint is {newest or 'none'}"
             )
-        config, tokens = self.config, self.workload.tokens_per_step
-        row = {
-            "step": result.step,
-            "loss": result.loss,
-            "learning_rate": learning_rate(
-                self.steps_applied, peak=config.learning_rate, schedule=config.lr_schedule,
-                warmup_steps=config.warmup_steps, max_steps=self.num_steps,
-            ),
-            "gradient_norm": result.gradient_norm,
-            "clip_factor": result.clip_factor,
-            "applied": result.applied,
-            "seconds": seconds,
-            "tokens": result.num_tokens,
-            "target_tokens": result.num_targets,
-            "tokens_per_second": result.num_tokens / seconds,
-            "tflops": tflops(self.model, tokens, seconds),
-            "device_peak_bytes": self._device_peak_bytes() or None,  # on a CPU, counted in one step near the end
-            "host_peak_bytes": host_bytes,
-        }  # fmt: skip
-        append_metrics(self.directory, row)
+        self.log.step(
+            result, steps_applied=self.steps_applied, seconds=seconds, data_wait_seconds=data_wait,
+            # On a CPU, counted in one step near the end.
+            device_peak_bytes=self._device_peak_bytes() or None, host_peak_bytes=host_bytes, lost_seconds=lost,
+        )  # fmt: skip
         self.steps_applied += result.applied  # a skipped step leaves the schedule where it was
         if not result.applied:
             self.say(f"step {result.step}: the gradient is not finite; the step is skipped, nothing has changed")
-        if result.step % config.log_every == 0 or result.step == self.num_steps - 1:
-            self.say(
-                f"step {result.step + 1}/{self.num_steps}  loss {result.loss:.4f}  norm {result.gradient_norm:.3g}  "
-                f"{seconds:.3g} s  {row['tokens_per_second']:.0f} tokens/s  {row['tflops']:.3g} TFLOPS"
-            )
 
     def _save(self) -> None:
         progress = checkpoint.Progress(
@@ -296,15 +346,19 @@ class Run:
         return max((point.num_bytes for point in self.trainer.runner.memory()), default=0)
 
     def close(self) -> None:
-        self.trainer.close()
+        try:
+            for logger in self.loggers:
+                logger.close()
+        finally:
+            self.trainer.close()
 
 
-def _open_dataset(
+def _open_datasets(
     config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None, say: Callable[[str], None]
-) -> Dataset:
-    return open_dataset(
-        config.data, vocab_size=model.vocab_size, sequence_length=workload.sequence_length,
-        rows_per_step=workload.rows_per_step, seed=config.seed,
+) -> tuple[Dataset, Dataset | None]:
+    return open_datasets(
+        config.data, eval_source=config.eval_data, eval_fraction=config.eval_fraction, vocab_size=model.vocab_size,
+        sequence_length=workload.sequence_length, rows_per_step=workload.rows_per_step, seed=config.seed,
         model_folder=folder if folder is not None and folder.is_dir() else None, choices=_data_choices(config), say=say,
     )  # fmt: skip
 
@@ -321,7 +375,7 @@ def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
         return config.max_steps
     if dataset.steps_per_epoch is None:
         raise InputError("max_steps: synthetic data has no end; set the number of steps")
-    return dataset.steps_per_epoch
+    return math.ceil((config.num_epochs or 1) * dataset.steps_per_epoch)
 
 
 def _resume_from(resume: str, checkpoints: Path) -> Path | None:

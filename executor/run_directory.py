@@ -4,6 +4,7 @@ plan.json                 the plan that was followed
 config.yaml               the resolved configuration
 predicted_timeline.json   one steady step, replayed
 metrics.jsonl             a line a step
+evaluations.jsonl         a line an evaluation, where there was one
 timeline.json             one steady step, measured
 run.json                  the RunRecord; written last, so a directory that has it is complete
 checkpoints/
@@ -25,6 +26,7 @@ from simulator.schema import Schema, describe
 from simulator.timeline import Timeline
 
 PLAN, CONFIG, METRICS, RECORD = "plan.json", "config.yaml", "metrics.jsonl", "run.json"
+EVALUATIONS = "evaluations.jsonl"
 TIMELINE, PREDICTED_TIMELINE = "timeline.json", "predicted_timeline.json"
 CHECKPOINTS, EXPORTED = "checkpoints", "model"
 
@@ -40,6 +42,7 @@ class Run:
     metrics: tuple[dict[str, Any], ...] = ()
     predicted: Timeline | None = None
     measured: Timeline | None = None
+    evaluations: tuple[dict[str, Any], ...] = ()
 
 
 def holds_run(directory: Path | str) -> bool:
@@ -68,7 +71,8 @@ def start_run(directory: Path | str, *, plan: Schema, config: str, predicted: Ti
         plan.save(directory / PLAN)
         (directory / CONFIG).write_text(config, encoding="utf-8")
         predicted.save(directory / PREDICTED_TIMELINE)
-        _cut_half_line(directory / METRICS)
+        for name in (METRICS, EVALUATIONS):
+            _cut_half_line(directory / name)
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from error
     return checkpoints
@@ -85,12 +89,15 @@ def _cut_half_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def append_metrics(directory: Path | str, row: Mapping[str, Any]) -> None:
-    """Add a step's line to metrics.jsonl. `row` has a `step`; numbers that are not finite are written as null."""
+def append_metrics(directory: Path | str, row: Mapping[str, Any], *, name: str = METRICS) -> None:
+    """Add a step's line to metrics.jsonl, or to the file `name`.
+
+    `row` has a `step`; numbers that are not finite are written as null.
+    """
     if not isinstance(row.get("step"), int):
         raise ValueError(f"a line of metrics needs an integer 'step': {dict(row)}")
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    path = Path(directory) / METRICS
+    path = Path(directory) / name
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite, allow_nan=False) + "\n")
@@ -130,13 +137,14 @@ def load_run(directory: Path | str) -> Run:
     return Run(
         name=directory.resolve().name,
         record=record,
-        metrics=_load_metrics(directory / METRICS),
+        metrics=load_lines(directory / METRICS),
+        evaluations=load_lines(directory / EVALUATIONS),
         predicted=_load_timeline(directory / PREDICTED_TIMELINE),
         measured=_load_timeline(directory / TIMELINE),
     )
 
 
-def _load_metrics(path: Path) -> tuple[dict[str, Any], ...]:
+def load_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """Lines in ascending steps. A step that stands twice was run again after a resume: what followed it is void."""
     if not path.exists():
         return ()

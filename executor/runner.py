@@ -237,13 +237,15 @@ class StreamRunner:
         return event, time.perf_counter()
 
     def spans(self) -> list[Span]:
-        """Spans of the last recorded program, seconds from its first operation. Call after `synchronize`."""
+        """Spans of the last recorded program, seconds from its first operation; waits until all of it has finished."""
         if self._reference is None:
             return []
         event, clock = self._reference
         times: dict[str, tuple[float, float]] = {}
+        self.worker.wait_until(max((launched.number for launched in self._recorded.values()), default=0))
         for name, launched in self._recorded.items():
             if launched.start is not None and launched.end is not None:
+                launched.end.synchronize()
                 times[name] = (event.elapsed_time(launched.start) / 1e3, event.elapsed_time(launched.end) / 1e3)
             else:
                 times[name] = (launched.seconds[0] - clock, launched.seconds[1] - clock)

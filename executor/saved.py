@@ -111,23 +111,27 @@ class SavedLayer:
 
     def backward(
         self, flat: Tensor, grad_output: Tensor, sums: Sequence[Tensor] = (), *, first: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of the input and of each weight tensor, in the block's order; drops all that was kept.
 
-        `sums`, one a weight, lets a compiled layer add (`first`: write) gradients where it forms them: in place of
-        such a gradient its sum is returned.
+        A weight that requires no gradient has None. `sums`, one a weight, lets a compiled layer add (`first`: write)
+        gradients where it forms them: in place of such a gradient its sum is returned.
         """
         if self._output is None or self._tensors is None or self.hidden is None:
             raise ProgramError("a layer's saved activations were used twice, or never had a graph")
-        output, inputs, tensors = self._output, (self.hidden, *self._weights), self._tensors
+        output, tensors = self._output, self._tensors
+        inputs = [self.hidden, *(weight for weight in self._weights if weight.requires_grad)]
+        trained = [weight.requires_grad for weight in self._weights]
         self._output, self._weights, self._tensors, self.hidden = None, (), None, None
         tensors.bind(flat)
         try:
             with SUMS.bound(sums, first=first) if sums else nullcontext(()) as added:
-                grad_hidden, *gradients = torch.autograd.grad((output,), inputs, (grad_output,))
+                grad_hidden, *found = torch.autograd.grad((output,), inputs, (grad_output,))
         finally:
             tensors.clear()
-        return grad_hidden, [sums[i] if i in added else gradient for i, gradient in enumerate(gradients)]
+        gradients = iter(found)
+        each = [next(gradients) if is_trained else None for is_trained in trained]
+        return grad_hidden, [sums[i] if i in added else gradient for i, gradient in enumerate(each)]
 
     def kept_bytes(self) -> int:
         """Bytes this object keeps alive: its input, and each storage once; no weights, no rotary tables."""

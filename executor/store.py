@@ -40,12 +40,19 @@ class BlockState:
 
     `weights` has the compute dtype: the high plane in bf16 runs, else the master itself. `low` is the int16
     remainder of the split master, None in fp32 and fp64 runs. Elements between tensors are zero and stay zero.
+    A block of which nothing is trained has its weights only.
     """
 
     weights: torch.Tensor
     low: torch.Tensor | None
-    first_moment: torch.Tensor
-    second_moment: torch.Tensor
+    first_moment: torch.Tensor | None
+    second_moment: torch.Tensor | None
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both moments of a block that is trained."""
+        assert self.first_moment is not None, "a frozen block has no moments"
+        assert self.second_moment is not None, "a frozen block has no moments"
+        return self.first_moment, self.second_moment
 
     @property
     def precision(self) -> Precision:
@@ -110,7 +117,7 @@ def plane_dtype(plane: Plane, precision: Precision, gradient_format: GradientFor
 
 
 def zero_state(block: BlockSpec, *, precision: Precision, device: torch.device | str) -> BlockState:
-    """A block's state, all zeros, in memory of its own on `device`."""
+    """A block's state, all zeros, in memory of its own on `device`. Of a frozen one it is the weights."""
 
     def zeros(plane: Plane) -> torch.Tensor | None:
         dtype = plane_dtype(plane, precision, "fp32")
@@ -118,8 +125,8 @@ def zero_state(block: BlockSpec, *, precision: Precision, device: torch.device |
 
     weights, first_moment, second_moment = zeros("weights"), zeros("first_moment"), zeros("second_moment")
     assert weights is not None
-    assert first_moment is not None
-    assert second_moment is not None
+    if not block.trained:
+        return BlockState(weights, None, None, None)
     return BlockState(weights, zeros("low"), first_moment, second_moment)
 
 
@@ -211,9 +218,10 @@ class HostStore:
         return plane in self._planes[block]
 
     def state(self, block: int) -> BlockState:
-        """The state of a block that lives on the host as a whole. Raises KeyError when a plane is elsewhere."""
+        """The state of a block that lives on the host as a whole. Raises KeyError when its weights are elsewhere."""
         planes = self._planes[block]
-        return BlockState(planes["weights"], planes.get("low"), planes["first_moment"], planes["second_moment"])
+        state = (planes.get("low"), planes.get("first_moment"), planes.get("second_moment"))
+        return BlockState(planes["weights"], *state)
 
     def close(self) -> None:
         """Unpin, and let go of the memory; tensors still held elsewhere stay valid, unpinned. May be called twice."""

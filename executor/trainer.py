@@ -5,8 +5,9 @@ step may run inside the next one. `drain` finishes what is pending before the st
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +17,11 @@ from executor.layer import LayerTemplates
 from executor.memory import Memory
 from executor.operations import Operations, Optimization
 from executor.runner import InlineRunner, Runner, StreamRunner
-from simulator.build import build
+from simulator.build import build, build_evaluation
 from simulator.check import check
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
+from simulator.program import Program
 from simulator.timeline import MemoryPoint, Timeline
 
 # Threads that launch work and feed the GPU must never wait for a core that the host optimizer holds.
@@ -44,6 +46,13 @@ class StepResult:
         return self.clip_factor > 0
 
 
+class Evaluation(NamedTuple):
+    """Loss per target token over all batches of an evaluation, and how many targets those are."""
+
+    loss: float
+    num_targets: int
+
+
 class Trainer:
     """Holds a model's state where the policy says and runs steps on it.
 
@@ -66,6 +75,7 @@ class Trainer:
         self.max_grad_norm = optimization.max_grad_norm
         self.program = build(model, workload, policy)
         check(self.program)
+        self.evaluation: Program | None = None  # built when it is first asked for
         self.memory = Memory(model, workload, policy, self.program.buffers, device)
         self.templates = LayerTemplates(
             config, model, precision=workload.precision, compiled=workload.compiled, packed=workload.packed,
@@ -101,7 +111,7 @@ class Trainer:
 
         A batch of fewer rows is filled up with rows without targets; losses are weighted by the step's targets.
         """
-        self._fill(batch)
+        self._fill(batch, self.steps_done % 2)
         self.operations.parity = self.steps_done % 2
         self.runner.run(self.program.steady if self.pending else self.program.first, record=record)
         self.pending = True
@@ -110,8 +120,32 @@ class Trainer:
         ready = self.steps_done - (2 if self.runner.pipelined else 1)
         return self._result(ready) if ready in self._batches else None
 
-    def _fill(self, batch: Batch) -> None:
-        memory, half = self.memory, self.steps_done % 2
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """The loss on `batches`, each as large as a step's or smaller, of the weights as they are. Call after `drain`.
+
+        Losses are summed over tokens, so the result does not depend on how the data are cut (but for rounding).
+        """
+        assert not self.pending, "an evaluation follows a drain"
+        if self.evaluation is None:
+            self.evaluation = build_evaluation(self.model, self.workload, self.policy)
+            check(self.program, self.evaluation)
+        loss_sum, num_targets, index = 0.0, 0, -1
+        for index, batch in enumerate(batches):
+            self._fill(batch, index % 2)
+            self.operations.parity = index % 2
+            self.runner.run(self.evaluation)
+            num_targets += batch.num_targets
+            if index:  # the batch before has been read by now, so that its half may be filled again
+                self.runner.finish_report()
+                loss_sum += self.memory.report[(index - 1) % 2, 0].item()
+        if index >= 0:
+            self.runner.finish_report()
+            self.runner.synchronize()
+            loss_sum += self.memory.report[index % 2, 0].item()
+        return Evaluation(loss_sum / max(1, num_targets), num_targets)
+
+    def _fill(self, batch: Batch, half: int) -> None:
+        memory = self.memory
         tokens, labels = memory.host_tokens[half, :2]
         rows = batch.tokens.shape[0]
         if self.workload.packed:

@@ -13,7 +13,7 @@ from planner.memory_rows import GB
 from planner.outlines import micro_batch_sizes
 from planner.plan import Baseline
 from planner.problem import Problem
-from planner.variables import Decisions
+from planner.variables import Decisions, admissible
 from simulator.policy import SaveLevel
 from simulator.units import format_bytes
 
@@ -67,6 +67,7 @@ def _all_on_device(problem: Problem, *, solver: bool, gap: float) -> Baseline:
 
 def _fastest(problem: Problem, outlines: list[Outline], decisions: Decisions) -> Baseline:
     """The outline under which the decisions step fastest within the limits, or by how much the nearest misses them."""
+    decisions = admissible(problem.coefficients(outlines[0]), decisions)
     ranked = []
     for outline in outlines:
         formulation = problem.formulation(outline)

@@ -108,10 +108,22 @@ class Coefficients:
     @cached_property
     def kinds(self) -> dict[int, list[int]]:
         """Layers by kind."""
-        found: dict[int, list[int]] = {}
-        for block in self.model.layers:
-            found.setdefault(self.model.kind_of_block[block], []).append(block)
-        return found
+        return self.model.kinds_of(self.model.layers)
+
+    @cached_property
+    def trained_kinds(self) -> dict[int, list[int]]:
+        """Layers by kind, those without an update left out."""
+        return {kind: layers for kind, layers in self.kinds.items() if self.model.kinds[kind].trained}
+
+    @cached_property
+    def backward_kinds(self) -> dict[int, list[int]]:
+        """Layers by kind, those that are run forward only left out."""
+        return {kind: layers for kind, layers in self.kinds.items() if not self.model.kinds[kind].forward_only}
+
+    @cached_property
+    def edges_trained(self) -> tuple[bool, bool]:
+        """Whether embedding and head have an update."""
+        return self.model.block(0).trained, self.model.block(self.model.head).trained
 
     def neighbours(self) -> list[tuple[int, int]]:
         """(layer, the next layer above it of the same size)."""
@@ -144,7 +156,7 @@ class Coefficients:
     def recomputed_layers(self) -> list[int]:
         """Layers whose output is recomputed to give the next layer its input: none when every input is kept."""
         interval = self.outline.checkpoint_interval
-        layers = list(self.model.layers)
+        layers = list(self.model.backward_layers)
         return [layer for start in range(0, len(layers), interval) for layer in layers[start : start + interval][:-1]]
 
     def quick_bound_seconds(self) -> float:
@@ -171,7 +183,12 @@ def base_policy(
     levels: Mapping[int, SaveLevel] | None = None,
     prefetch_depth: int = 1,
 ) -> Policy:
-    """The policy of an outline with given homes; levels by layer, 'input' where none is named."""
+    """The policy of an outline with given homes; levels by layer, 'input' where none is named.
+
+    Of frozen blocks only those leave the device that stream.
+    """
+    trained = frozenset(model.trained_blocks)
+    host = (host & trained) | (streamed - trained)
     homes: list[OptimizerHome] = ["host" if block in host else "device" for block in range(model.num_blocks)]
     weights: list[Home] = ["host" if block in streamed else "device" for block in range(model.num_blocks)]
     gradients: list[Home] = ["host" if block in host else "device" for block in range(model.num_blocks)]
@@ -257,14 +274,15 @@ class CoefficientTable:
         levels = allowed_levels(self.workload, Outline(outline.micro_batch_rows, outline.groups), self.measured_levels)
         layer_kinds = sorted({model.kind_of_block[block] for block in model.layers})
         own_clips = self.workload.clipping != "global"
-        blocks = {kind: _block_costs(prices, block, own_clips) for kind, block in self._first_of_kind.items()}
+        blocks = {kind: _block_costs(prices, model, block, own_clips) for kind, block in self._first_of_kind.items()}
+        nothing = Price(0.0)
         return Coefficients(
             model=model,
             workload=self.workload,
             outline=outline,
             levels=levels,
             level_costs={
-                (kind, level): _level_costs(prices, self._first_of_kind[kind], level)
+                (kind, level): _level_costs(prices, model, self._first_of_kind[kind], level)
                 for kind in layer_kinds
                 for level in levels
             },
@@ -274,7 +292,7 @@ class CoefficientTable:
             block_costs=tuple(blocks[kind] for kind in model.kind_of_block),
             embed=_price(prices, Kind.FORWARD, 0),
             loss=_price(prices, Kind.LOSS, model.head),
-            embed_backward=_price(prices, Kind.BACKWARD, 0),
+            embed_backward=_price(prices, Kind.BACKWARD, 0) if model.block(0).trained else nothing,
             clip_seconds=0.0 if own_clips else _price(prices, Kind.CLIP).seconds,
             report_seconds=_price(prices, Kind.REPORT).seconds,
             load_batch=_price(prices, Kind.LOAD_BATCH, resource=Resource.H2D),
@@ -307,6 +325,9 @@ class CoefficientTable:
         weights = {b.block: b.num_bytes for b in none if b.role is Role.WEIGHTS}
         of_kind = {}
         for kind, block in self._first_of_kind.items():
+            if not model.kinds[kind].trained:  # it leaves the device when it streams, or not at all
+                of_kind[kind] = BlockBytes(0, weights[block], weights[block])
+                continue
             moved = buffers(frozenset([block]))
             of_kind[kind] = BlockBytes(
                 in_tier(Tier.DEVICE, moved) - device, in_tier(Tier.HOST, moved) - host, weights[block]
@@ -328,7 +349,10 @@ def _price(
     return replace(price, dram_bytes=min(price.dram_bytes, price.seconds * prices.sharing.dram_bytes_per_second))
 
 
-def _level_costs(prices: Prices, block: int, level: SaveLevel) -> LevelCosts:
+def _level_costs(prices: Prices, model: ModelSpec, block: int, level: SaveLevel) -> LevelCosts:
+    if model.block(block).forward_only:
+        forward = _price(prices, Kind.FORWARD, block, "input")
+        return LevelCosts(forward.seconds, 0.0, 0, forward.transient_bytes, 0)
     forward, backward = (_price(prices, kind, block, level) for kind in (Kind.FORWARD, Kind.BACKWARD))
     saved = Buffer("saved", Tier.DEVICE, Role.SAVED, 0, block, 0, False, level)
     return LevelCosts(
@@ -340,12 +364,15 @@ def _level_costs(prices: Prices, block: int, level: SaveLevel) -> LevelCosts:
     )
 
 
-def _block_costs(prices: Prices, block: int, own_clip: bool) -> BlockCosts:
+def _block_costs(prices: Prices, model: ModelSpec, block: int, own_clip: bool) -> BlockCosts:
+    load = _price(prices, Kind.LOAD_WEIGHTS, block, resource=Resource.H2D)
+    if not model.block(block).trained:
+        return BlockCosts(0.0, 0.0, 0.0, Price(0.0), load, Price(0.0))
     return BlockCosts(
         finish_seconds=_price(prices, Kind.FINISH_GRADIENT, block).seconds,
         clip_seconds=_price(prices, Kind.CLIP, block).seconds if own_clip else 0.0,
         update_device_seconds=_price(prices, Kind.UPDATE, block).seconds,
         update_host=_price(prices, Kind.UPDATE, block, resource=Resource.HOST),
-        load=_price(prices, Kind.LOAD_WEIGHTS, block, resource=Resource.H2D),
+        load=load,
         store=_price(prices, Kind.STORE_GRADIENT, block, resource=Resource.D2H),
     )

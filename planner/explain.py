@@ -75,8 +75,10 @@ def _title(plan: Plan) -> str:
     model, workload, limits = plan.inputs.model, plan.inputs.workload, plan.inputs.limits
     name = model.path or model.family
     clipping = {"global": "exact clipping", "layerwise": "layerwise clipping", "none": "no clipping"}[workload.clipping]
+    trained = plan.model.num_trained_parameters
+    frozen = "" if trained == model.num_parameters else f", {_parameters(trained)} of them trained"
     return (
-        f"{name}: {_parameters(model.num_parameters)} parameters in {model.num_layers} layers, "
+        f"{name}: {_parameters(model.num_parameters)} parameters in {model.num_layers} layers{frozen}, "
         f"{workload.tokens_per_step:,} tokens a step in sequences of {workload.sequence_length:,}, {clipping},\n"
         f"{workload.gradient_format} gradients, {workload.state_format} optimizer state, "
         f"on {plan.inputs.hardware.name} with {format_bytes(limits.device_memory_bytes)} of device memory "
@@ -94,7 +96,7 @@ def _decisions(plan: Plan) -> Table:
         ("groups", _runs([f"{size}" for size in policy.groups], "of {} micro-batches")),
         ("weights", _runs(_words(policy.weight_homes, {"device": "resident", "host": "streamed"}), "{}")),
         ("save levels", _runs([_level(level) for level in policy.save_levels], "{}", first=1)),
-        ("optimizer", _runs(_words(policy.optimizer_homes, on), "{}")),
+        ("optimizer", _runs(_updated(plan, on), "{}")),
     ]
     if "host" in policy.weight_homes:
         rows.append(("prefetch", f"{policy.prefetch_depth} layers ahead"))
@@ -103,6 +105,18 @@ def _decisions(plan: Plan) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _updated(plan: Plan, on: dict[str, str]) -> list[str]:
+    """Where each block is updated: frozen ones nowhere, those that are frozen in part say so."""
+    words = _words(plan.policy.optimizer_homes, on)
+    for block, word in enumerate(words):
+        spec = plan.model.block(block)
+        if not spec.trained:
+            words[block] = "frozen"
+        elif spec.num_trained_parameters < spec.num_parameters:
+            words[block] = f"{word}, in part"
+    return words
 
 
 def _words(values: Sequence[str], words: dict[str, str]) -> list[str]:

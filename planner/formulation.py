@@ -38,9 +38,9 @@ class Formulation:
         return self.mip.evaluate(self.variables.chosen(decisions))
 
     def keep_on_device(self) -> None:
-        """Allow no host optimizer, and so no streaming either."""
+        """Allow no host optimizer and no streaming."""
         v = self.variables
-        self.mip.at_most("everything on the device", v.num_host + v.embedding + v.head, 0.0)
+        self.mip.at_most("everything on the device", v.num_host + v.embedding + v.head + v.num_streamed, 0.0)
         self.limits.append(self.mip.rows[-1])
 
     def fits(self, values: Mapping[str, float]) -> bool:

@@ -6,7 +6,7 @@ proves nothing; its plans are replayed like all others.
 
 from planner.formulation import Formulation
 from planner.neighbours import neighbours
-from planner.variables import Decisions
+from planner.variables import Decisions, admissible
 
 MAX_MOVES = 400
 
@@ -27,10 +27,11 @@ def _starts(formulation: Formulation) -> list[Decisions]:
     c = formulation.coefficients
     levels = {(kind, c.levels[-1]): len(layers) for kind, layers in c.kinds.items()}
     everywhere = {kind: len(layers) for kind, layers in c.kinds.items()}
-    return [
+    starts = (
         Decisions(levels, {}, False, False, {}, 0),
         Decisions(levels, everywhere, True, True, everywhere, min(2, c.model.num_layers)),
-    ]
+    )
+    return [admissible(c, start) for start in starts]
 
 
 def _descend(formulation: Formulation, decisions: Decisions) -> tuple[tuple[float, float], Decisions]:

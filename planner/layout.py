@@ -80,7 +80,8 @@ def _passing_peak(c: Coefficients, levels: dict[int, SaveLevel]) -> int:
     alive = peak = 0
     for layer in c.model.layers:
         costs = c.level_costs[c.model.kind_of_block[layer], levels[layer]]
-        alive += max(c.outline.groups) * (c.hidden_bytes + costs.kept_bytes)
+        if layer in c.model.backward_layers:
+            alive += max(c.outline.groups) * (c.hidden_bytes + costs.kept_bytes)
         peak = max(peak, alive + costs.backward_transient_bytes)
     return peak
 
@@ -100,6 +101,9 @@ _CHOICES: dict[Streams, Callable[[list[int], int], list[int]]] = {
 def swaps(model: ModelSpec, policy: Policy) -> Iterator[Policy]:
     """Policies in which two layers exchange their save level, or all homes, or only whether they stream."""
     for lower, upper in combinations(model.layers, 2):
+        below, above = model.block(lower), model.block(upper)
+        if below.forward_only != above.forward_only or below.trained != above.trained:
+            continue  # they do not decide about the same things
         levels = _exchanged(policy.save_levels, lower - 1, upper - 1)
         weights = _exchanged(policy.weight_homes, lower, upper)
         optimizers = _exchanged(policy.optimizer_homes, lower, upper)

@@ -40,7 +40,7 @@ def _smallest(problem: Problem) -> list[Outline]:
     """Outlines among which the least memory is: small operations, alone in their group or without accumulators."""
     rows = min(micro_batch_sizes(problem.workload))
     num_micro_batches = problem.workload.rows_per_step // rows
-    intervals = checkpoint_intervals(problem.model.num_layers)
+    intervals = checkpoint_intervals(max(1, len(problem.model.backward_layers)))
     groupings = dict.fromkeys(((1,) * num_micro_batches, (num_micro_batches,)))
     return [Outline(rows, groups, interval) for groups in groupings for interval in intervals]
 

@@ -71,18 +71,29 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
     # The head's inputs give way to their gradients one by one, so there is one more than micro-batches.
     turn = (group + 1) * hidden + batches
     alive = {
-        key: group * (hidden + c.level_costs[key].kept_bytes / GB) * count for key, count in variables.levels.items()
+        key: group * (hidden + c.level_costs[key].kept_bytes / GB) * count
+        for key, count in variables.levels.items()
+        if key[0] in c.backward_kinds
     }
-    mip.at_least("memory at the loss", passing, total(alive.values()) + turn + c.loss.transient_bytes / GB)
-    embedding = group * hidden + batches + c.embed_backward.transient_bytes / GB
-    mip.at_least("memory in the embedding's backward", passing, embedding)
+    at_loss = turn if alive else turn - hidden  # no gradient where the head alone is trained
+    mip.at_least("memory at the loss", passing, total(alive.values()) + at_loss + c.loss.transient_bytes / GB)
+    if c.edges_trained[0]:
+        embedding = group * hidden + batches + c.embed_backward.transient_bytes / GB
+        mip.at_least("memory in the embedding's backward", passing, embedding)
+    else:  # the lowest backward leaves no gradient, and batches go with the loss
+        turn = group * hidden
+    # A layer that is run forward only takes its input away while it writes its output.
+    for kind in c.kinds.keys() - c.backward_kinds.keys():
+        transient_bytes = c.level_costs[kind, "input"].forward_transient_bytes
+        mip.at_least(f"memory in the forward of kind {kind}", passing, (group + 1) * hidden + transient_bytes / GB)
 
     used: dict[tuple[int, SaveLevel], Linear] = {}
-    for key, count in variables.levels.items():
+    for key in alive:
+        count = variables.levels[key]
         used[key] = mip.indicator(f"used_{key[0]}_{key[1]}")
         mip.at_least(f"level {key[1]} is used by kind {key[0]}", used[key], count * (1 / c.model.num_layers))
     # Take the topmost layer whose transient is at least X: in its pass, all layers with such transients are alive.
-    for name, fixed in (("backward", turn), ("forward", turn - hidden)):
+    for name, fixed in (("backward", turn), ("forward", group * hidden + batches)):
         transient = {key: getattr(c.level_costs[key], f"{name}_transient_bytes") / GB for key in alive}
         below: list[Linear] = []
         for key in sorted(alive, key=lambda key: -transient[key]):
@@ -94,11 +105,14 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
 def _add_sparse_passing(mip: MixedIntegerProgram, c: Coefficients, passing: Linear) -> None:
     """Checkpoints every few layers: a segment's inputs come back together, all else is constant."""
     group, hidden = max(c.outline.groups), c.hidden_bytes / GB
-    interval, layers = c.outline.checkpoint_interval, c.model.num_layers
+    interval, layers = c.outline.checkpoint_interval, len(c.model.backward_layers)
     segments = [min(interval, layers - start) for start in range(0, layers, interval)]
-    transient = min(costs.backward_transient_bytes for costs in c.level_costs.values()) / GB
+    costs = [costs for (kind, _), costs in c.level_costs.items() if kind in c.backward_kinds]
+    transient = min((cost.backward_transient_bytes for cost in costs), default=0) / GB
     peak = len(segments) * group * hidden + c.loss.transient_bytes / GB
     for index, length in enumerate(segments):
         peak = max(peak, (index + length) * group * hidden + transient)
     turn = (group + 1) * hidden + group * c.micro_batch_bytes / GB
+    if not c.edges_trained[0]:
+        turn = group * hidden
     mip.at_least("memory at the loss or in a segment's backward", passing, Linear({}, peak + turn))

@@ -7,13 +7,20 @@ from itertools import permutations
 from typing import TypeVar
 
 from planner.coefficients import Coefficients
-from planner.variables import MAX_SLOTS, Decisions
+from planner.variables import MAX_SLOTS, Decisions, admissible
 
 Key = TypeVar("Key")
 
 
 def neighbours(c: Coefficients, decisions: Decisions, *, strides: tuple[int, ...] = (1,)) -> Iterator[Decisions]:
     """Decisions one move away; a count moves by one of the strides. Limits of memory are not looked at."""
+    for move in _moves(c, decisions, strides):
+        settled = admissible(c, move)
+        if settled is move or settled.key() != decisions.key():
+            yield settled
+
+
+def _moves(c: Coefficients, decisions: Decisions, strides: tuple[int, ...]) -> Iterator[Decisions]:
     for stride in strides:
         yield from _level_moves(c, decisions, stride)
         yield from _home_moves(c, decisions, stride)
@@ -73,7 +80,7 @@ def _kind_moves(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
 
 def _edge_moves(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
     embedding, head = decisions.host_embedding, decisions.host_head
-    if c.model.tied_embeddings:
+    if c.model.tied_embeddings and all(c.edges_trained):
         yield replace(decisions, host_embedding=not embedding, host_head=not head)
     else:
         yield replace(decisions, host_embedding=not embedding)

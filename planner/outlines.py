@@ -21,7 +21,7 @@ def outlines(model: ModelSpec, workload: Workload) -> list[Outline]:
         Outline(rows, groups, interval)
         for rows in micro_batch_sizes(workload)
         for groups in cuts(workload.rows_per_step // rows)
-        for interval in checkpoint_intervals(model.num_layers)
+        for interval in checkpoint_intervals(max(1, len(model.backward_layers)))
     ]
 
 

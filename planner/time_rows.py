@@ -86,13 +86,19 @@ class _TimeRows:
 
     @property
     def reload(self) -> Linear:
-        """Seconds of the link for the layers that come again in each piece."""
+        """Seconds of the link for the layers that come again in each forward."""
         return self.least(lambda costs: costs.load.seconds) * self.variables.reloads
 
     @property
     def reload_dram(self) -> Linear:
         """The same in seconds of host DRAM."""
         return self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.variables.reloads
+
+    @property
+    def again(self) -> Linear:
+        """Layers that come again in a step: in every backward, and in every forward but the first group's."""
+        groups = len(self.c.outline.groups)
+        return groups * self.variables.returns + (groups - 1) * self.variables.reloads
 
     @property
     def dram_rate(self) -> float:
@@ -103,7 +109,7 @@ class _TimeRows:
         """Every host-updated block's weights come in the first group's forward, some again in each later piece."""
         batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
         first = self.host_sum(lambda costs: costs.load.seconds)
-        return first + (2 * len(self.c.outline.groups) - 1) * self.reload + batches
+        return first + self.least(lambda costs: costs.load.seconds) * self.again + batches
 
     @property
     def d2h(self) -> Linear:
@@ -136,7 +142,7 @@ class _TimeRows:
                 (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.dram_rate
             )
         )
-        again = (2 * len(self.c.outline.groups) - 1) * self.reload_dram
+        again = self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.again
         mip.at_least("host DRAM", step, moved + again)
 
     # Pieces
@@ -173,12 +179,23 @@ class _TimeRows:
     def _add_piece(self, piece: Linear, title: str, edge: float, work: Linear, group: int, name: PassName) -> None:
         """`edge`: compute before the piece's first layer; `work`: that of its layers."""
         mip = self.mip
-        mip.at_least(f"{title}: compute", piece, work + edge + self.slowed * self.reload)
-        mip.at_least(f"{title}: DRAM", piece, self.reload_dram)
+        reload, reload_dram = self.reload, self.reload_dram
+        if name == "backward":
+            reload, reload_dram = self._returning(lambda costs: costs.load.seconds), self._returning_dram
+        mip.at_least(f"{title}: compute", piece, work + edge + self.slowed * reload)
+        mip.at_least(f"{title}: DRAM", piece, reload_dram)
         ends = 0.0
-        if self.c.outline.checkpoint_interval == 1:
+        if self.c.outline.checkpoint_interval == 1 and self.c.backward_kinds == self.c.kinds:
             ends = edge + 2 * group * min(self._seconds(name))
-        mip.at_least(f"{title}: loads", piece, self.reload + ends * self.variables.any_reloads)
+        mip.at_least(f"{title}: loads", piece, reload + ends * self.variables.any_reloads)
+
+    def _returning(self, cost: Callable[[BlockCosts], float]) -> Linear:
+        """A cost of the loads that a backward begins with."""
+        return self.least(cost) * self.variables.returns
+
+    @property
+    def _returning_dram(self) -> Linear:
+        return self._returning(lambda costs: costs.load.dram_bytes / self.dram_rate)
 
     def _seconds(self, name: PassName) -> list[float]:
         """Of one micro-batch in one layer, for each kind and level."""
@@ -203,9 +220,11 @@ class _TimeRows:
             work += self.device_updates - embedding
         self._add_piece(last, "last backward", group * c.loss.seconds, work, group, "backward")
         if c.memory.slab_bytes:
-            stores = {kind: c.block_costs[layers[0]].store.seconds for kind, layers in c.kinds.items()}
-            left = self._layers_sum(lambda costs: costs.store.seconds) - GRADIENT_SLABS * max(stores.values())
-            mip.at_least("last backward: stores", last, left + self.both * self.reload)
+            stores = [c.block_costs[layers[0]].store.seconds for layers in c.kinds.values()]
+            left = self._layers_sum(lambda costs: costs.store.seconds) - GRADIENT_SLABS * max(stores)
+            mip.at_least(
+                "last backward: stores", last, left + self.both * self._returning(lambda costs: costs.load.seconds)
+            )
         return last
 
     def _below_lowest(self, kind: int) -> Linear:
@@ -221,9 +240,9 @@ class _TimeRows:
         return slope * self.variables.host_layers[kind] + highest
 
     def _layers_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
-        """A cost summed over the host-updated layers."""
+        """A cost summed over the host-updated layers. Frozen ones wait for no update, so no chain of them holds."""
         costs, counts = self.c.block_costs, self.variables.host_layers
-        return total(cost(costs[self.c.kinds[kind][0]]) * count for kind, count in counts.items())
+        return total(cost(costs[layers[0]]) * counts[kind] for kind, layers in self.c.trained_kinds.items())
 
     def _add_window(self, first: Linear) -> None:
         """From the norm to the first loss: updates, loads and forwards of host-updated blocks are a flow shop.
@@ -241,7 +260,7 @@ class _TimeRows:
             self.mip.at_least(f"window of {title}", first, chain + rest)
 
         row("the embedding", loaded, self.forwards(group) + group * c.embed.seconds)
-        for kind, layers in c.kinds.items():
+        for kind, layers in c.trained_kinds.items():
             # The load waits for its own update, and for the load before it.
             costs, on_host = c.block_costs[layers[0]], v.any_host[kind]
             rest = self.forwards(group) - group * slowest * self._below_lowest(kind)
@@ -297,7 +316,7 @@ class _TimeRows:
             store = self.least(lambda costs: costs.store.seconds)
             chain = updates + (store + load) * v.any_layer
             row("the lowest layer: updates", complete, chain, from_lowest, middle)
-        for kind, layers in c.kinds.items() if len(c.kinds) > 1 else ():
+        for kind, layers in c.trained_kinds.items() if len(c.kinds) > 1 else ():
             # Kinds that alternate, or lie one above the other, have a lowest layer each.
             costs, below = c.block_costs[layers[0]], self._below_lowest(kind)
             begin = forwards - slowest * below + middle
@@ -321,9 +340,12 @@ class _TimeRows:
     def _stored(self) -> Linear:
         """From the last group's first loss to the end of the store of the lowest host-updated layer, which is last.
 
-        All that streams is host-updated, so it has come again by then.
+        All that streams is host-updated, so it has come again by then: unless frozen layers stream.
         """
         mip, c, v = self.mip, self.c, self.variables
+        reload = reload_dram = Linear()
+        if c.trained_kinds == c.kinds:
+            reload, reload_dram = self.reload, self.reload_dram
         stored, last = mip.quantity("stored_seconds"), c.outline.groups[-1]
         store = self.least(lambda costs: costs.store.seconds) * v.any_layer
         turn, one_backward = last * c.loss.seconds, last * min(self._seconds("backward"))
@@ -331,9 +353,11 @@ class _TimeRows:
         mip.at_least("stored: backward", stored, self._backwards_to(c.model.num_layers - v.num_host) + store)
         mip.at_least("stored: stores", stored, stores + turn + one_backward * v.any_layer)
         ends = 0.0 if c.outline.checkpoint_interval > 1 else turn + 2 * one_backward
-        mip.at_least("stored: loads", stored, self.reload + ends * v.any_reloads + store)
-        mip.at_least("stored: stores beside loads", stored, stores + self.both * self.reload)
-        mip.at_least("stored: loads beside stores", stored, self.reload + self.both * stores)
+        if c.trained_kinds != c.kinds:
+            ends = 0.0
+        mip.at_least("stored: loads", stored, reload + ends * v.any_reloads + store)
+        mip.at_least("stored: stores beside loads", stored, stores + self.both * reload)
+        mip.at_least("stored: loads beside stores", stored, reload + self.both * stores)
         moved = self._layers_sum(lambda costs: costs.store.dram_bytes / self.dram_rate)
-        mip.at_least("stored: DRAM", stored, moved + self.reload_dram)
+        mip.at_least("stored: DRAM", stored, moved + reload_dram)
         return stored

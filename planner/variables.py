@@ -1,7 +1,7 @@
 """The decisions of one outline, as counts of layers where layers are alike, and as variables of its program."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.coefficients import GRADIENT_SLABS, Coefficients
 from planner.mip import Linear, MixedIntegerProgram, total
@@ -35,7 +35,7 @@ class Variables:
 
     levels: dict[tuple[int, SaveLevel], Linear]
     host_layers: dict[int, Linear]
-    num_host: Linear  # layers
+    num_host: Linear  # layers that are updated there: frozen ones are not
     any_host: dict[int, Linear]  # 1: a layer of the kind is updated on the host
     any_layer: Linear  # 1: a layer of any kind is
     slabs: Linear  # gradient slabs in use
@@ -46,6 +46,7 @@ class Variables:
     slots: Linear
     reloads: Linear  # streamed layers beyond the slots
     any_reloads: Linear
+    returns: Linear  # of these, the ones that a backward passes through
 
     def chosen(self, decisions: Decisions) -> dict[str, float]:
         """The decision variables' values."""
@@ -84,7 +85,8 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
     streamed: dict[int, int] = {}
     for layer in model.layers:
         kind = model.kind_of_block[layer]
-        key = (kind, policy.save_levels[layer - 1])
+        level = policy.save_levels[layer - 1] if kind in coefficients.backward_kinds else "input"
+        key: tuple[int, SaveLevel] = (kind, level)
         levels[key] = levels.get(key, 0) + 1
         host_layers[kind] = host_layers.get(kind, 0) + (policy.optimizer_homes[layer] == "host")
         streamed[kind] = streamed.get(kind, 0) + (policy.weight_homes[layer] == "host")
@@ -95,6 +97,22 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
         host_head=policy.optimizer_homes[model.head] == "host",
         streamed=streamed,
         slots=len(place(model, coefficients.workload, policy).slots),
+    )
+
+
+def admissible(c: Coefficients, decisions: Decisions) -> Decisions:
+    """The decisions without what frozen blocks do not have: optimizers, and levels below the lowest gradient."""
+    if all(c.edges_trained) and c.trained_kinds == c.kinds:
+        return decisions
+    levels = {key: count for key, count in decisions.levels.items() if key[0] in c.backward_kinds}
+    levels |= {(kind, "input"): len(layers) for kind, layers in c.kinds.items() if kind not in c.backward_kinds}
+    counts = {kind: (decisions.host_layers if kind in c.trained_kinds else decisions.streamed) for kind in c.kinds}
+    return replace(
+        decisions,
+        levels=levels,
+        host_layers={kind: count.get(kind, 0) for kind, count in counts.items()},
+        host_embedding=decisions.host_embedding and c.edges_trained[0],
+        host_head=decisions.host_head and c.edges_trained[1],
     )
 
 
@@ -109,10 +127,10 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         mip.equal(f"every layer of kind {kind} has a level", total(levels[kind, a] for a in c.levels), len(layers))
 
     host_layers = {kind: mip.decide(f"host_layers_{kind}", 0, len(layers)) for kind, layers in kinds.items()}
-    num_host = total(host_layers.values())
-    any_host = {kind: mip.indicator(f"any_host_layer_{kind}") for kind in kinds}
-    for kind, count in host_layers.items():
-        mip.at_least(f"a layer of kind {kind} is updated on the host", any_host[kind], count * share)
+    num_host = total(host_layers[kind] for kind in c.trained_kinds)
+    any_host = {kind: mip.indicator(f"any_host_layer_{kind}") for kind in c.trained_kinds}
+    for kind, indicator in any_host.items():
+        mip.at_least(f"a layer of kind {kind} is updated on the host", indicator, host_layers[kind] * share)
     any_layer = mip.indicator("any_host_layer")
     mip.at_least("a layer is updated on the host", any_layer, num_host * share)
     # One layer needs one slab or slot, more share them. Slabs are two: a third would only hide a slower link.
@@ -120,12 +138,22 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
     mip.at_least("two layers are updated on the host", more_host, (num_host - 1) * share)
     slabs = any_layer + (GRADIENT_SLABS - 1) * more_host
     embedding, head = mip.decide("host_embedding", 0, 1), mip.decide("host_head", 0, 1)
-    if model.tied_embeddings:
+    if model.tied_embeddings and all(c.edges_trained):
         mip.equal("tied embeddings have one optimizer", embedding, head)
+    for name, edge, trained in zip(("embedding", "head"), (embedding, head), c.edges_trained, strict=True):
+        if not trained:
+            mip.equal(f"the {name} is frozen and stays", edge, 0.0)
 
     streamed = {kind: mip.decide(f"streamed_{kind}", 0, len(layers)) for kind, layers in kinds.items()}
     for kind in kinds:
-        mip.at_most(f"streamed layers of kind {kind} are updated on the host", streamed[kind], host_layers[kind])
+        if kind in c.trained_kinds:
+            mip.at_most(f"streamed layers of kind {kind} are updated on the host", streamed[kind], host_layers[kind])
+        else:
+            mip.equal(
+                f"frozen layers of kind {kind} live on the host if they stream", streamed[kind], host_layers[kind]
+            )
+        if kind not in c.backward_kinds:
+            mip.equal(f"layers of kind {kind} keep nothing", levels[kind, "input"], len(kinds[kind]))
     num_streamed = total(streamed.values())
     any_streams = mip.indicator("any_streams")
     mip.at_least("a layer streams", any_streams, num_streamed * share)
@@ -137,6 +165,12 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
     mip.at_least("layers that no slot holds at a turn", reloads, num_streamed - slots)
     any_reloads = mip.indicator("any_reloads")
     mip.at_least("a layer is loaded again", any_reloads, reloads * share)
+    returns = reloads
+    if c.backward_kinds != kinds:
+        returns = mip.quantity("returns")
+        mip.at_least(
+            "layers that the turn to the backward loads", returns, total(streamed[k] for k in c.backward_kinds) - slots
+        )
     return Variables(
         levels,
         host_layers,
@@ -151,4 +185,5 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         slots,
         reloads,
         any_reloads,
+        returns,
     )

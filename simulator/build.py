@@ -11,15 +11,18 @@ The order of one step, and why:
    for its home.
 4. The clip factor, and the report of loss and norm.
 
+What is frozen has no gradient to finish and no update. Below the lowest trained block there is a forward only: layer
+inputs are let go of at once, and a batch with the loss, or in packed rows with the lowest backward.
+
 Weights that stream are loaded `prefetch_depth` visits ahead into slots. A slot is chosen by farthest next use, so the
 top layers are not loaded again at the turn from forward to backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from simulator.dependencies import derive_waits
+from simulator.dependencies import derive_repeated_waits, derive_waits
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
 from simulator.placement import Placement, micro_batch_bytes, place
@@ -51,11 +54,64 @@ def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
     }
     if workload.packed:
         orders = {
-            variant: [_knowing_documents(operation, model) for operation in orders[variant]] for variant in orders
+            variant: [_knowing_documents(operation, model, placement.lowest) for operation in order]
+            for variant, order in orders.items()
         }
     programs = derive_waits(orders)
     first, steady, drain = (Program(variant, programs[variant], buffers) for variant in orders)
     return StepProgram(first=first, steady=steady, drain=drain, buffers=buffers)
+
+
+def build_evaluation(model: ModelSpec, workload: Workload, policy: Policy) -> Program:
+    """A batch's forward and loss, in the micro-batches and groups of a step, on the buffers of `build`'s programs.
+
+    It changes no weight and leaves no gradient: layer inputs are let go of at once, and streamed weights come once a
+    group. It follows a drain that has finished, or itself. Raises as `build` does.
+    """
+    check_policy(policy, model, workload)
+    placement = place(model, workload, policy)
+    buffers = {**placement.buffers, **_passing_buffers(model, workload, policy)}
+    operations = list(_evaluate(model, policy, placement))
+    if workload.packed:
+        operations = [_knowing_documents(operation, model, placement.lowest) for operation in operations]
+    return Program("evaluation", derive_repeated_waits(operations), buffers)
+
+
+def _evaluate(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
+    micro_batches = _micro_batches(policy.groups)
+    sequence = [Visit("forward", group, block) for group in range(len(policy.groups)) for block in model.layers]
+    slots, loads_at = _loads(sequence, policy, len(placement.slots))
+    for index, visit in enumerate(sequence):
+        group = micro_batches[visit.group]
+        if visit.block == 1:
+            yield from (_load_batch(m, visit.group) for m in group)
+            yield from (_embed(m, visit.group) for m in group)
+        yield from _loads_before(index, sequence, slots, loads_at)
+        weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
+        for m in group:
+            operation = _layer_operation(visit, m, weights, policy, placement)
+            hidden, output = f"hidden.{visit.block}.{m}", _same(f"hidden.{visit.block + 1}.{m}")
+            yield replace(operation, writes=(output,), releases=(hidden,))
+        if visit.block == model.num_layers:
+            yield from (_evaluate_loss(model, m, visit.group) for m in group)
+    yield Operation(
+        "report", Kind.REPORT, Resource.COMPUTE, reads=(_same("device.loss"),), writes=(_same("host.report"),)
+    )
+
+
+def _evaluate_loss(model: ModelSpec, m: int, group: int) -> Operation:
+    head, total = model.head, (_same("device.loss"),)
+    hidden, batch = _same(f"hidden.{head}.{m}"), _same(f"batch.{m}")
+    return Operation(
+        f"evaluate.{m}", Kind.EVALUATE, Resource.COMPUTE, head, m, group, first=m == 0,
+        reads=(*_head_weights(model), hidden, batch, *_added(total, m)), writes=total,
+        releases=(hidden.buffer, batch.buffer),
+    )  # fmt: skip
+
+
+def _head_weights(model: ModelSpec) -> list[Access]:
+    weights = [Access(f"device.weights.{model.head}", f"weights.{model.head}")]
+    return [*weights, Access("device.weights.0", "weights.0")] if model.tied_embeddings else weights
 
 
 def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
@@ -63,9 +119,10 @@ def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
     found = []
     for group in range(len(policy.groups)):
         found += [Visit("forward", group, block) for block in model.layers]
+        layers = model.backward_layers
         segments = [
-            model.layers[start : start + policy.checkpoint_interval]
-            for start in range(0, model.num_layers, policy.checkpoint_interval)
+            layers[start : start + policy.checkpoint_interval]
+            for start in range(0, len(layers), policy.checkpoint_interval)
         ]
         for segment in reversed(segments):
             found += [Visit("recompute", group, block) for block in segment[:-1]]
@@ -73,12 +130,11 @@ def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
     return found
 
 
-def slot_loads(model: ModelSpec, policy: Policy, num_slots: int) -> tuple[list[int], list[int]]:
+def slot_loads(sequence: Sequence[Visit], policy: Policy, num_slots: int) -> tuple[list[int], list[int]]:
     """For each visit the slot it reads (-1: resident), and the visit before which its load is issued (-1: no load).
 
     Loads look `prefetch_depth` visits ahead. The slot given up is the one whose content is needed last.
     """
-    sequence = visits(model, policy)
     streamed = [index for index, visit in enumerate(sequence) if policy.weight_homes[visit.block] == "host"]
     uses: dict[int, list[int]] = {}
     for index in reversed(streamed):
@@ -102,6 +158,24 @@ def slot_loads(model: ModelSpec, policy: Policy, num_slots: int) -> tuple[list[i
     return slots, issue
 
 
+def _loads(sequence: Sequence[Visit], policy: Policy, num_slots: int) -> tuple[list[int], dict[int, list[int]]]:
+    """For each visit the slot it reads; and the visits whose loads are issued before a visit."""
+    slots, issue = slot_loads(sequence, policy, num_slots)
+    loads_at: dict[int, list[int]] = {}
+    for index, at in enumerate(issue):
+        if at >= 0:
+            loads_at.setdefault(at, []).append(index)
+    return slots, loads_at
+
+
+def _loads_before(
+    index: int, sequence: Sequence[Visit], slots: Sequence[int], loads_at: Mapping[int, list[int]]
+) -> Iterator[Operation]:
+    for ready in loads_at.get(index, []):
+        visit = sequence[ready]
+        yield _load_weights(f"device.slot.{slots[ready]}", visit.block, f"{visit.phase}.{visit.group}")
+
+
 def _next_use(block: int | None, uses: dict[int, list[int]]) -> float:
     return uses[block][-1] if block is not None and uses[block] else float("inf")
 
@@ -110,11 +184,7 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
     if pending:
         yield from _updates(model, policy, placement)
     sequence = visits(model, policy)
-    slots, issue = slot_loads(model, policy, len(placement.slots))
-    loads_at: dict[int, list[int]] = {}
-    for index, at in enumerate(issue):
-        if at >= 0:
-            loads_at.setdefault(at, []).append(index)
+    slots, loads_at = _loads(sequence, policy, len(placement.slots))
     # Resident weights that the host has updated come back in the first group's forward, in order of need.
     returning = [block for block in range(model.num_blocks) if pending and _returns(policy, block)]
     micro_batches = _micro_batches(policy.groups)
@@ -128,9 +198,7 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
             yield _load_resident(returning.pop(0))
         if opens_group:
             yield from (_embed(m, visit.group) for m in group)
-        for ready in loads_at.get(index, []):
-            block = sequence[ready].block
-            yield _load_weights(f"device.slot.{slots[ready]}", block, f"{sequence[ready].phase}.{visit.group}")
+        yield from _loads_before(index, sequence, slots, loads_at)
         weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
         for m in group:
             yield _layer_operation(visit, m, weights, policy, placement)
@@ -145,11 +213,11 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
         if visit.phase == "backward":
             if last_group:
                 yield from _completed(policy, placement, visit.block)
-            if visit.block == 1:
+            if visit.block == 1 and placement.accumulators[0]:
                 yield from (_embed_backward(m, visit.group, placement) for m in group)
                 if last_group:
                     yield from _completed(policy, placement, 0)
-    norms = tuple(_same(f"device.norm.{block}") for block in range(model.num_blocks))
+    norms = tuple(_same(f"device.norm.{block}") for block in model.trained_blocks)
     if policy.clipping == "global":
         yield _clip("clip", -1, norms, "")
     # What the step's log line needs, for the host.
@@ -158,11 +226,19 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
     )
 
 
-def _knowing_documents(operation: Operation, model: ModelSpec) -> Operation:
-    """In packed rows a layer reads the batch too: where each document begins."""
-    if operation.block not in model.layers or operation.micro_batch < 0:
+def _knowing_documents(operation: Operation, model: ModelSpec, lowest: int) -> Operation:
+    """In packed rows a layer reads the batch too: where each document begins. So it lives to the last layer's pass."""
+    if operation.micro_batch < 0:
         return operation
-    return replace(operation, reads=(*operation.reads, _same(f"batch.{operation.micro_batch}")))
+    batch = _same(f"batch.{operation.micro_batch}")
+    if operation.kind is Kind.LOSS and lowest in model.layers:
+        return replace(operation, releases=tuple(name for name in operation.releases if name != batch.buffer))
+    if operation.block not in model.layers:
+        return operation
+    ends = operation.kind is Kind.BACKWARD and operation.block == lowest
+    return replace(
+        operation, reads=(*operation.reads, batch), releases=(*operation.releases, *([batch.buffer] if ends else []))
+    )
 
 
 def _micro_batches(groups: tuple[int, ...]) -> list[range]:
@@ -194,7 +270,8 @@ def _embed(m: int, group: int) -> Operation:
 
 
 def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placement: Placement) -> Operation:
-    block, level = visit.block, policy.save_levels[visit.block - 1]
+    block, lowest = visit.block, max(1, placement.lowest)
+    level = policy.save_levels[block - 1] if block >= lowest else "input"
     parameters = Access(weights, f"weights.{block}")
     hidden, output = _same(f"hidden.{block}.{m}"), _same(f"hidden.{block + 1}.{m}")
     saved = (_same(f"saved.{block}.{m}"),) if level != "input" else ()
@@ -203,18 +280,19 @@ def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placeme
         return Operation(
             name, Kind.FORWARD, Resource.COMPUTE, block, m, visit.group, level,
             reads=(parameters, hidden), writes=(output, *saved),
-            releases=() if policy.kept_input(block) else (hidden.buffer,),
+            releases=() if policy.kept_input(block, lowest) else (hidden.buffer,),
         )  # fmt: skip
     if visit.phase == "recompute":
         return Operation(
             name, Kind.RECOMPUTE, Resource.COMPUTE, block, m, visit.group, level,
             reads=(parameters, hidden), writes=(output,),
         )  # fmt: skip
-    upstream, gradient = _same(f"grad_hidden.{block + 1}.{m}"), _same(f"grad_hidden.{block}.{m}")
-    total = _gradient_sum(placement, block)
+    upstream = _same(f"grad_hidden.{block + 1}.{m}")
+    downstream = () if block == placement.lowest else (_same(f"grad_hidden.{block}.{m}"),)
+    totals = _gradient_sums(placement, block)
     return Operation(
         name, Kind.BACKWARD, Resource.COMPUTE, block, m, visit.group, level, first=m == 0,
-        reads=(parameters, hidden, *saved, upstream, *_added(total, m)), writes=(gradient, total),
+        reads=(parameters, hidden, *saved, upstream, *_added(totals, m)), writes=(*downstream, *totals),
         releases=(hidden.buffer, upstream.buffer, *(access.buffer for access in saved)),
     )  # fmt: skip
 
@@ -222,31 +300,32 @@ def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placeme
 def _loss(model: ModelSpec, m: int, group: int, placement: Placement) -> Operation:
     head = model.head
     hidden = _same(f"hidden.{head}.{m}")
-    weights = [Access(f"device.weights.{head}", f"weights.{head}")]
-    totals = [_gradient_sum(placement, head), _same("device.loss")]
+    totals = (*_gradient_sums(placement, head), _same("device.loss"))
     if placement.tied_accumulator:
-        weights.append(Access("device.weights.0", "weights.0"))
-        totals.append(_same(placement.tied_accumulator))
-    added = tuple(access for total in totals for access in _added(total, m))
+        totals = (*totals, _same(placement.tied_accumulator))
+    batch = _same(f"batch.{m}")
+    downstream = () if placement.lowest == head else (_same(f"grad_hidden.{head}.{m}"),)
     return Operation(
         f"loss.{m}", Kind.LOSS, Resource.COMPUTE, head, m, group, first=m == 0,
-        reads=(*weights, hidden, _same(f"batch.{m}"), *added),
-        writes=(_same(f"grad_hidden.{head}.{m}"), *totals), releases=(hidden.buffer,),
+        reads=(*_head_weights(model), hidden, batch, *_added(totals, m)), writes=(*downstream, *totals),
+        releases=(hidden.buffer, *([batch.buffer] if placement.lowest else [])),
     )  # fmt: skip
 
 
 def _embed_backward(m: int, group: int, placement: Placement) -> Operation:
     upstream, batch = _same(f"grad_hidden.1.{m}"), _same(f"batch.{m}")
-    total = _gradient_sum(placement, 0)
+    totals = _gradient_sums(placement, 0)
     return Operation(
         f"backward.0.{m}", Kind.BACKWARD, Resource.COMPUTE, 0, m, group, first=m == 0,
-        reads=(upstream, batch, *_added(total, m)), writes=(total,), releases=(upstream.buffer, batch.buffer),
+        reads=(upstream, batch, *_added(totals, m)), writes=totals, releases=(upstream.buffer, batch.buffer),
     )  # fmt: skip
 
 
 def _completed(policy: Policy, placement: Placement, block: int) -> Iterator[Operation]:
     """What follows when a block's gradient is complete: rounding and norm, its way home, perhaps its update."""
-    totals = [_gradient_sum(placement, block)]
+    totals = [*_gradient_sums(placement, block)]
+    if not totals:
+        return  # frozen
     if block == 0 and placement.tied_accumulator:
         totals.append(_same(placement.tied_accumulator))
     gradient, norm = Access(placement.gradients[block], f"gradient.{block}"), _same(f"device.norm.{block}")
@@ -272,7 +351,7 @@ def _clip(name: str, block: int, norms: tuple[Access, ...], suffix: str) -> Oper
 
 
 def _updates(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
-    return (_update(policy, placement, block) for block in range(model.num_blocks))
+    return (_update(policy, placement, block) for block in model.trained_blocks)
 
 
 def _drain(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
@@ -302,13 +381,15 @@ def _same(buffer: str) -> Access:
     return Access(buffer, buffer)
 
 
-def _gradient_sum(placement: Placement, block: int) -> Access:
-    return Access(placement.accumulators[block], f"gradient_sum.{block}")
+def _gradient_sums(placement: Placement, block: int) -> tuple[Access, ...]:
+    """The block's sum of gradients; none where it is frozen."""
+    buffer = placement.accumulators[block]
+    return (Access(buffer, f"gradient_sum.{block}"),) if buffer else ()
 
 
-def _added(total: Access, m: int) -> tuple[Access, ...]:
+def _added(totals: tuple[Access, ...], m: int) -> tuple[Access, ...]:
     """The first micro-batch of a step writes a sum, later ones read it too."""
-    return () if m == 0 else (total,)
+    return () if m == 0 else totals
 
 
 def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> dict[str, Buffer]:
@@ -316,15 +397,17 @@ def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> di
     tokens = policy.micro_batch_rows * workload.sequence_length
     rows_bytes = micro_batch_bytes(model, workload, policy.micro_batch_rows)
     hidden_bytes = tokens * model.hidden_size * PRECISIONS[workload.precision].weight
+    lowest = model.trained_blocks[0]
     found = []
     for m in range(policy.num_micro_batches):
         found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, rows_bytes, -1, m, False))
         for block in range(1, model.num_blocks):
             found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, hidden_bytes, block, m, False))
+        for block in range(lowest + 1, model.num_blocks):
             found.append(
                 Buffer(f"grad_hidden.{block}.{m}", Tier.DEVICE, Role.GRAD_HIDDEN, hidden_bytes, block, m, False)
             )
-        for block in model.layers:
+        for block in model.backward_layers:
             level = policy.save_levels[block - 1]
             if level != "input":
                 found.append(Buffer(f"saved.{block}.{m}", Tier.DEVICE, Role.SAVED, 0, block, m, False, level))

@@ -16,15 +16,17 @@ INITIALISED = (Role.WEIGHTS, Role.STATE)
 RESULTS = (Role.WEIGHTS, Role.STATE, Role.SCALARS)
 # Runs that a trainer makes: one step; some steps, a save or an evaluation, and more steps.
 RUNS = (("first", "drain"), ("first", "steady", "steady", "steady", "drain", "first", "steady", "drain"))
+EVALUATING = ("evaluation", "first", "steady", "drain", "evaluation", "evaluation", "evaluation", "first", "drain")
 
 
-def check(step_program: StepProgram) -> None:
+def check(step_program: StepProgram, evaluation: Program | None = None) -> None:
     """Raise ProgramError, naming the operation and the buffer, unless every rule holds:
 
     names are unique and waits point backwards (no deadlock); in each block micro-batches ascend, and nothing is done
     twice; `steady` does all that `first` does, in the same order. Each read finds the value that it names, the latest
     one, written by a finished operation; each write waits for the last reader and writer and destroys nothing that
     is still to be read; a passing buffer is written before use and released once, after its last use, in its step.
+    `evaluation`, of `build_evaluation`, is checked in a run that evaluates before, between and after steps.
     """
     variants = {"first": step_program.first, "steady": step_program.steady, "drain": step_program.drain}
     steady_names = {operation.name for operation in step_program.steady}
@@ -33,10 +35,15 @@ def check(step_program: StepProgram) -> None:
         _check_repetition(program)
     _check_common(step_program.first, step_program.steady)
     _check_common(step_program.drain, step_program.steady)
-    for run in RUNS:
+    runs: tuple[tuple[str, ...], ...] = RUNS
+    if evaluation is not None:
+        _check_names(evaluation, {operation.name for operation in evaluation})
+        _check_repetition(evaluation)
+        variants["evaluation"], runs = evaluation, (*RUNS, EVALUATING)
+    for run in runs:
         state = _State(step_program)
         for step, variant in enumerate(run):
-            if variant == "first":
+            if variant == "first" or (variant == "evaluation" and run[step - 1] != "evaluation"):
                 state.synchronize()
             for operation in variants[variant]:
                 state.run(operation, step)

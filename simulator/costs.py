@@ -5,6 +5,7 @@ profile where nothing was measured. `Pricing.origins` says which operations got 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import numpy
@@ -13,6 +14,7 @@ import pydantic
 from simulator import formulas
 from simulator.errors import InputError
 from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
+from simulator.freezing import unfrozen
 from simulator.hardware import HardwareProfile, LinkDirection
 from simulator.model import ModelSpec
 from simulator.placement import batch_bytes
@@ -84,7 +86,8 @@ def _first(pair: tuple[int, MeasuredCost]) -> int:
 
 
 def shape_hash(model: ModelSpec) -> str:
-    """Identity of what one layer, the embedding and the head compute, whatever the depth."""
+    """Identity of what one layer, the embedding and the head compute, whatever the depth and whatever is frozen."""
+    model = unfrozen(model)
     return identity_hash(
         [model.family, model.num_heads, model.num_kv_heads, [kind.model_dump(mode="json") for kind in model.kinds]]
     )
@@ -93,7 +96,8 @@ def shape_hash(model: ModelSpec) -> str:
 def operation_key(operation: Operation, model: ModelSpec, workload: Workload, policy: Policy) -> str:
     """The entry of OperationCosts that an operation is measured under, e.g. `forward.layer.full_attention.keep.2x1024`.
 
-    What depends on tokens ends in `{rows}x{sequence_length}`.
+    What depends on tokens ends in `{rows}x{sequence_length}`. A block that is frozen, wholly or in part, computes less
+    in its backward: `backward.layer.full_attention.trains_0.keep.2x1024`, with the number of trained parameters.
     """
     tokens = f"{policy.micro_batch_rows}x{workload.sequence_length}"
     if operation.kind is Kind.LOAD_BATCH:
@@ -102,17 +106,28 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
         return operation.kind.value
     block = model.block(operation.block)
     parts = [operation.kind.value, block.kind, block.variant]
+    if operation.kind in (Kind.BACKWARD, Kind.LOSS):
+        parts += _freezing(operation.block, model)
     if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
         return ".".join([*parts, *([operation.level] if operation.level else []), tokens])
     if operation.kind is Kind.RECOMPUTE:
         return ".".join(["forward", *parts[1:], "input", tokens])
-    if operation.kind is Kind.LOSS:
+    if operation.kind in (Kind.LOSS, Kind.EVALUATE):
         return ".".join([*parts, str(policy.head_chunk_tokens), tokens])
     if operation.kind is Kind.UPDATE:
         return ".".join([*parts, operation.resource.value, policy.gradient_format, policy.state_format])
     if operation.kind in (Kind.FINISH_GRADIENT, Kind.STORE_GRADIENT):
         return ".".join([*parts, policy.gradient_format])
     return ".".join(parts)
+
+
+def _freezing(block: int, model: ModelSpec) -> list[str]:
+    """What a key says of a frozen block; of a tied head, whose projection is the embedding's, of both together."""
+    specs = [model.block(block)]
+    if block == model.head and model.tied_embeddings:
+        specs.append(model.block(0))
+    trained = sum(spec.num_trained_parameters for spec in specs)
+    return [] if trained == sum(spec.num_parameters for spec in specs) else [f"trains_{trained}"]
 
 
 class Pricing:
@@ -176,7 +191,7 @@ class Pricing:
         return f"{self.policy.micro_batch_rows}x{self.workload.sequence_length}"
 
     def _price(self, key: str, operation: Operation) -> Price:
-        measured = self._measured(key, operation)
+        measured = self._measured(key, operation) or self._measured_like(key, operation)
         seconds = measured.seconds if measured is not None else self._roofline_seconds(operation)
         self.origins[key] = "roofline" if measured is None else "measured" if key in self.entries else "interpolated"
         transient = None if measured is None else measured.transient_bytes
@@ -207,6 +222,31 @@ class Pricing:
                 here = self._roofline_transient_bytes(operation)
                 transient = round(transient * here / max(1, there._roofline_transient_bytes(operation)))
         return MeasuredCost(seconds=seconds, transient_bytes=transient, source="interpolated over rows")
+
+    def _measured_like(self, key: str, operation: Operation) -> MeasuredCost | None:
+        """What does a part of a measured operation's work: its cost, scaled as the rooflines of the two are.
+
+        A frozen block's backward is a part of the whole block's, and an evaluation's loss of the loss with gradients.
+        """
+        whole, like = self, operation
+        if operation.kind is Kind.EVALUATE:
+            like = replace(operation, kind=Kind.LOSS)
+        elif "trains_" not in key:
+            return None
+        if self.model.num_trained_parameters < self.model.num_parameters:
+            whole = self._unfrozen
+        found = whole._measured(operation_key(like, whole.model, self.workload, self.policy), like)
+        if found is None:
+            return None
+        share = self._roofline_seconds(operation) / whole._roofline_seconds(like)
+        return found.model_copy(update={"seconds": found.seconds * share, "source": f"scaled from {like.kind.value}"})
+
+    @cached_property
+    def _unfrozen(self) -> "Pricing":
+        """The same prices where nothing is frozen."""
+        whole = Pricing(unfrozen(self.model), self.workload, self.policy, self.hardware)
+        whole.entries = self.entries
+        return whole
 
     def _kept_at_rows(self, key: str) -> int | None:
         """Kept bytes are in proportion to rows."""
@@ -269,8 +309,15 @@ class Pricing:
                 chunks = -(-self.tokens // self.policy.head_chunk_tokens)
                 sums = chunks * model.vocab_size * model.hidden_size  # the projection's gradient, added a chunk
                 # One kernel and sums in the product on CUDA; plain operations, slice after slice, elsewhere.
-                num_bytes = 8 * logits + 8 * sums if self._fused_loss else 20 * logits + 10 * sums
-                return 3 * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
+                num_bytes, a_sum = (8 * logits, 8) if self._fused_loss else (20 * logits, 10)
+                passes = 1 + (model.trained_blocks[0] < model.head)  # logits, and the gradient of what they come from
+                if not model.projection.frozen:
+                    passes, num_bytes = passes + 1, num_bytes + a_sum * sums
+                return passes * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
+            case Kind.EVALUATE:
+                rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
+                num_bytes = (4 if self._fused_loss else 10) * self.tokens * model.vocab_size
+                return formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
             case Kind.FINISH_GRADIENT:
                 return launch + elements * (width.accumulator + completed) / hbm
             case Kind.UPDATE:
@@ -311,10 +358,12 @@ class Pricing:
 
     def _layer_backward_seconds(self, block: int) -> float:
         model, hardware, precision = self.model, self.hardware, self.workload.precision
-        matmul = 2 * formulas.layer_matmul_flops(model, block, self.tokens)
+        # The gradient of the input takes all matrices, those of the weights the trained ones.
+        trained = formulas.layer_matmul_flops(model, block, self.tokens, trained_only=True)
+        matmul = formulas.layer_matmul_flops(model, block, self.tokens) + trained
         rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
         attention = 2 * formulas.layer_attention_flops(model, block, rows, sequence_length)
-        accumulate = 10 * model.block(block).num_elements / hardware.hbm_bytes_per_second.value
+        accumulate = 10 * model.block(block).num_trained_elements / hardware.hbm_bytes_per_second.value
         seconds = (
             matmul / hardware.matmul_flops_per_second(precision, self.tokens)
             + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "backward")
@@ -350,7 +399,7 @@ class Pricing:
             case Kind.BACKWARD if operation.block in model.layers:
                 recomputed = self._roofline_kept_bytes("keep") if operation.level != "keep" else 0
                 return layer + recomputed + model.block(operation.block).num_elements * width
-            case Kind.LOSS:
+            case Kind.LOSS | Kind.EVALUATE:
                 chunk = min(self.policy.head_chunk_tokens, self.tokens)
                 hidden = 4 * self.tokens * model.hidden_size * width
                 if self._fused_loss:

@@ -32,6 +32,16 @@ def derive_waits(orders: Mapping[str, Sequence[Operation]]) -> dict[str, tuple[O
     }
 
 
+def derive_repeated_waits(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Add waits to a program that nothing precedes but itself."""
+    steps = _Steps()
+    alone, again = steps.append(operations), steps.append(operations)
+    return tuple(
+        operation.with_waits(tuple(sorted(one | other)))
+        for operation, one, other in zip(operations, alone, again, strict=True)
+    )
+
+
 class _Steps:
     """Operations of one step, and then of a second one, as positions in one list; who touched each buffer last."""
 

@@ -2,6 +2,8 @@
 
 6 FLOPs per parameter and token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1), with N all parameters, the
 input embedding counted too although looking it up costs nothing. Attention is left out; `attention_flops` adds it.
+The backward's 4 are 2 for the gradient of what a parameter is multiplied with and 2 for its own: where parameters are
+frozen, their own 2 are not counted, and of those below the lowest trained block none.
 """
 
 from collections import Counter
@@ -15,16 +17,24 @@ CAPPED_CHUNK_ELEMENTS = 2**25
 
 
 def tflops(model: ModelSpec, tokens: int, seconds: float) -> float:
-    """6 N T / seconds / 1e12."""
-    return 6 * model.num_parameters * tokens / seconds / 1e12
+    """6 N T / seconds / 1e12, less what frozen parameters save."""
+    return parameter_flops(model) * tokens / seconds / 1e12
+
+
+def parameter_flops(model: ModelSpec) -> int:
+    """FLOPs a token of all parameters: 6 N where all are trained."""
+    lowest, blocks = model.trained_blocks[0], range(model.num_blocks)
+    passed = sum(model.block(block).num_parameters for block in blocks if block >= lowest)
+    return 2 * model.num_parameters + 2 * passed + 2 * model.num_trained_parameters
 
 
 def tflops_with_attention(model: ModelSpec, tokens: int, seconds: float, document_lengths: Sequence[int]) -> float:
     """6 N T plus causal attention, forward and backward: 6 L heads head_dim sum(s^2) over the documents of a step.
 
-    Layers with a window count the pairs within it only.
+    Layers with a window count the pairs within it only, and those below all gradients their forward only.
     """
-    return tflops(model, tokens, seconds) + 3 * attention_flops(model, document_lengths) / seconds / 1e12
+    passes = 1 + 2 * len(model.backward_layers) / model.num_layers
+    return tflops(model, tokens, seconds) + passes * attention_flops(model, document_lengths) / seconds / 1e12
 
 
 def attention_flops(model: ModelSpec, document_lengths: Sequence[int]) -> float:
@@ -66,9 +76,9 @@ def _pairs(length: int, window: int | None) -> int:
     return length**2 - beyond**2
 
 
-def layer_matmul_flops(model: ModelSpec, block: int, tokens: int) -> float:
-    """Forward FLOPs of a layer's matrices: 2 per element and token."""
-    matrices = (t for t in model.block(block).tensors if len(t.shape) > 1)
+def layer_matmul_flops(model: ModelSpec, block: int, tokens: int, *, trained_only: bool = False) -> float:
+    """Forward FLOPs of a layer's matrices, or of the trained ones: 2 per element and token."""
+    matrices = (t for t in model.block(block).tensors if len(t.shape) > 1 and not (trained_only and t.frozen))
     return 2.0 * tokens * sum(tensor.num_elements for tensor in matrices)
 
 

@@ -7,6 +7,7 @@ the head (final norm and, unless tied, the output projection).
 import json
 import math
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,9 @@ class TensorSpec(Schema):
     name: str
     shape: tuple[int, ...]
     offset: int
+    # Never updated; simulator/freezing.py sets it. Left out where it is not, so that hashes of models without frozen
+    # tensors are what they were before there was freezing.
+    frozen: bool = pydantic.Field(default=False, exclude_if=lambda frozen: not frozen)
 
     @property
     def num_elements(self) -> int:
@@ -57,6 +61,35 @@ class BlockSpec(Schema):
     tensors: tuple[TensorSpec, ...]
     # Left out where there is none, so that hashes of models without windows are what they were before windows.
     window: int | None = pydantic.Field(default=None, ge=1, exclude_if=lambda window: window is None)
+    # Nothing in it or below it is trained, so no gradient passes through it.
+    forward_only: bool = pydantic.Field(default=False, exclude_if=lambda forward_only: not forward_only)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its tensors is: else the block has neither gradient nor optimizer state."""
+        return not all(tensor.frozen for tensor in self.tensors)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors if not tensor.frozen)
+
+    @property
+    def trained_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of elements, padding behind each tensor included, that updates cover: none reaches a frozen tensor."""
+        ranges: list[tuple[int, int]] = []
+        for tensor in self.tensors:
+            begin, end = tensor.offset, _aligned(tensor.offset + tensor.num_elements)
+            if tensor.frozen:
+                continue
+            if ranges and ranges[-1][1] == begin:
+                begin = ranges.pop()[0]
+            ranges.append((begin, end))
+        return tuple(ranges)
+
+    @property
+    def num_trained_elements(self) -> int:
+        """Elements that updates cover, padding included."""
+        return sum(end - begin for begin, end in self.trained_ranges)
 
     @property
     def num_parameters(self) -> int:
@@ -107,6 +140,28 @@ class ModelSpec(Schema):
     def block(self, index: int) -> BlockSpec:
         return self.kinds[self.kind_of_block[index]]
 
+    @property
+    def trained_blocks(self) -> list[int]:
+        """Blocks with a tensor that is trained: those that have a gradient, a state and an update."""
+        trained = [kind.trained for kind in self.kinds]
+        return [block for block, kind in enumerate(self.kind_of_block) if trained[kind]]
+
+    @property
+    def backward_layers(self) -> range:
+        """The layers that a backward passes through: all above the lowest trained block, and that block."""
+        return range(max(1, self.trained_blocks[0]), self.num_blocks - 1)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        return sum(self.block(block).num_trained_parameters for block in range(self.num_blocks))
+
+    def kinds_of(self, blocks: Iterable[int]) -> dict[int, list[int]]:
+        """`blocks` by kind, in ascending order of the kinds' first blocks."""
+        found: dict[int, list[int]] = {}
+        for block in blocks:
+            found.setdefault(self.kind_of_block[block], []).append(block)
+        return found
+
     def block_prefix(self, index: int) -> str:
         """The transformers name that a block's tensor names follow, e.g. `model.layers.3.`."""
         family = FAMILIES[self.family]
@@ -118,6 +173,11 @@ class ModelSpec(Schema):
     def embedding(self) -> TensorSpec:
         """The token embedding, which tied models also project with."""
         return self.block(0).tensors[0]
+
+    @property
+    def projection(self) -> TensorSpec:
+        """The matrix of the head, which turns hidden states into logits: the embedding where the two are tied."""
+        return self.embedding if self.tied_embeddings else self.block(self.head).tensors[0]
 
     @property
     def positions(self) -> TensorSpec | None:

@@ -13,7 +13,7 @@ from simulator.program import Buffer, Role, Tier
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Names of the buffers that hold each block's values; '' where a block has none."""
+    """Names of the buffers that hold each block's values; '' where a block has none, as a frozen one no gradient."""
 
     buffers: dict[str, Buffer] = field(repr=False)
     weights: tuple[str, ...]  # resident on the device, or ''
@@ -22,6 +22,7 @@ class Placement:
     gradients: tuple[str, ...]  # where the completed gradient stands on the device
     slabs: tuple[str, ...]
     tied_accumulator: str  # the head's share of a tied embedding's gradient, or ''
+    lowest: int  # the lowest trained block: no gradient passes below it
 
 
 def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
@@ -41,11 +42,12 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     weights, accumulators, gradients = [], [], []
     shared_accumulator = 0
     # Layers on their way to the host take slabs in turn; the edges, few and large, have a buffer of their own.
-    in_transit = [block for block in model.layers if policy.optimizer_homes[block] == "host"]
+    trained = set(model.trained_blocks)
+    in_transit = [block for block in model.layers if block in trained and policy.optimizer_homes[block] == "host"]
     slab_of = {block: f"device.slab.{turn % policy.gradient_slabs}" for turn, block in enumerate(in_transit)}
     for block in range(model.num_blocks):
         count = elements[block]
-        on_host = policy.optimizer_homes[block] == "host"
+        on_host = block in trained and policy.optimizer_homes[block] == "host"
         resident = policy.weight_homes[block] == "device"
         weights.append(
             add(f"device.weights.{block}", Tier.DEVICE, Role.WEIGHTS, count * precision.weight, block)
@@ -54,6 +56,10 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         )
         if on_host or not resident:
             add(f"host.weights.{block}", Tier.HOST, Role.WEIGHTS, count * precision.weight, block)
+        if block not in trained:  # weights are all it has
+            accumulators.append("")
+            gradients.append("")
+            continue
         tier = Tier.HOST if on_host else Tier.DEVICE
         add(f"{tier}.state.{block}", tier, Role.STATE, count * optimizer_bytes, block)
         if on_host:
@@ -82,7 +88,7 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     if shared_accumulator:
         add("device.accumulator", Tier.DEVICE, Role.ACCUMULATOR, shared_accumulator)
     tied = ""
-    if model.tied_embeddings:
+    if model.tied_embeddings and 0 in trained:
         tied = add("device.accumulator.tied", Tier.DEVICE, Role.ACCUMULATOR, elements[0] * precision.accumulator, 0)
 
     streamed = [block for block in model.layers if policy.weight_homes[block] == "host"]
@@ -97,10 +103,10 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         add(f"device.slab.{index}", Tier.DEVICE, Role.SLAB, slab_bytes)
         for index in range(min(policy.gradient_slabs, len(through_slabs)))
     )
-    for block in range(model.num_blocks):
+    for block in model.trained_blocks:
         add(f"device.norm.{block}", Tier.DEVICE, Role.SCALARS, 8, block)
     add("device.loss", Tier.DEVICE, Role.SCALARS, 8)
-    for suffix in [""] if policy.clipping == "global" else [f".{block}" for block in range(model.num_blocks)]:
+    for suffix in [""] if policy.clipping == "global" else [f".{block}" for block in model.trained_blocks]:
         add(f"device.scalars{suffix}", Tier.DEVICE, Role.SCALARS, 64)
         add(f"host.scalars{suffix}", Tier.HOST, Role.SCALARS, 64)
     add("host.report", Tier.HOST, Role.SCALARS, 64)
@@ -114,6 +120,7 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         gradients=tuple(gradients),
         slabs=slabs,
         tied_accumulator=tied,
+        lowest=model.trained_blocks[0],
     )
 
 

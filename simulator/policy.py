@@ -73,7 +73,11 @@ class Workload(Schema):
 
 
 class Policy(Schema):
-    """Every decision of a plan. Tuples named `..._homes` have one entry a block: embedding, layers, head."""
+    """Every decision of a plan. Tuples named `..._homes` have one entry a block: embedding, layers, head.
+
+    A frozen block has no optimizer and no gradient: its three homes are the one where its weights are. The save level
+    of a layer that is run forward only is of no account.
+    """
 
     micro_batch_rows: int = pydantic.Field(gt=0)
     groups: tuple[int, ...] = pydantic.Field(min_length=1)  # micro-batches in each consecutive group
@@ -95,9 +99,12 @@ class Policy(Schema):
     def num_micro_batches(self) -> int:
         return sum(self.groups)
 
-    def kept_input(self, layer: int) -> bool:
-        """Whether the input of block `layer` (1-based) waits for the backward: a checkpoint."""
-        return (layer - 1) % self.checkpoint_interval == 0
+    def kept_input(self, layer: int, first: int = 1) -> bool:
+        """Whether the input of block `layer` (1-based) waits for the backward: a checkpoint.
+
+        `first` is the lowest layer that the backward passes through; the input of no layer below it is kept.
+        """
+        return layer >= first and (layer - first) % self.checkpoint_interval == 0
 
 
 def uniform_policy(
@@ -116,18 +123,21 @@ def uniform_policy(
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Policy:
     """A policy that treats all layers alike; the embedding and the head keep their weights resident."""
-    layers, blocks = model.num_layers, model.num_blocks
+    layers = model.num_layers
+    weight_homes: tuple[Home, ...] = ("device", *[weights] * layers, "device")
+    trained, everywhere = set(model.trained_blocks), range(model.num_blocks)
+    gradient = gradients or ("device" if optimizer == "device" else "host")
     return Policy(
         micro_batch_rows=micro_batch_rows,
         groups=tuple(groups),
-        weight_homes=("device", *[weights] * layers, "device"),
+        weight_homes=weight_homes,
         prefetch_depth=prefetch_depth,
         save_levels=(save_level,) * layers,
         checkpoint_interval=checkpoint_interval,
         activation_homes=("device",) * layers,
-        gradient_homes=(gradients or ("device" if optimizer == "device" else "host"),) * blocks,
+        gradient_homes=tuple(gradient if block in trained else weight_homes[block] for block in everywhere),
         gradient_slabs=gradient_slabs,
-        optimizer_homes=(optimizer,) * blocks,
+        optimizer_homes=tuple(optimizer if block in trained else weight_homes[block] for block in everywhere),
         head_chunk_tokens=head_chunk_tokens,
         clipping=workload.clipping,
         gradient_format=workload.gradient_format,
@@ -189,9 +199,14 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
         )
     if policy.checkpoint_interval > 1 and set(policy.save_levels) != {"input"}:
         raise UnsupportedChoice("policy.checkpoint_interval: more than 1 needs save level 'input' in every layer")
+    trained = set(model.trained_blocks)
     for block in range(model.num_blocks):
         where = f"block {block}"
         optimizer, weights = policy.optimizer_homes[block], policy.weight_homes[block]
+        if block not in trained:
+            if not optimizer == policy.gradient_homes[block] == weights:
+                raise InputError(f"policy: {where}: it is frozen, so its three homes are one, that of its weights")
+            continue
         if optimizer == "device" and weights != "device":
             raise InputError(
                 f"policy: {where}: optimizer state in HBM holds the master, so its weights are resident too"
@@ -202,5 +217,6 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
             raise UnsupportedChoice(
                 f"policy.gradient_homes: {where}: a gradient that waits on the host for a GPU update is not built yet"
             )
-    if policy.optimizer_homes[0] != policy.optimizer_homes[-1] and model.tied_embeddings:
+    tied = model.tied_embeddings and {0, model.head} <= trained
+    if tied and policy.optimizer_homes[0] != policy.optimizer_homes[-1]:
         raise InputError("policy.optimizer_homes: tied embeddings give the embedding and the head one home")

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import pydantic
 
 from simulator import formulas
-from simulator.build import build
+from simulator.build import build, build_evaluation
 from simulator.costs import OperationCosts, Pricing
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
-from simulator.program import StepProgram
+from simulator.program import Program, StepProgram
 from simulator.replay import replay
 from simulator.schema import Schema
 from simulator.timeline import Timeline
@@ -68,6 +68,24 @@ def predict(
         breakdown_seconds=timeline.breakdown(),
     )
     return Prediction(figures, timeline, program, pricing.origins)
+
+
+def predict_evaluation(
+    model: ModelSpec,
+    workload: Workload,
+    policy: Policy,
+    hardware: HardwareProfile,
+    costs: OperationCosts | None = None,
+) -> Timeline:
+    """One batch's evaluation among others, replayed: `step_seconds` for each batch of the evaluation's data.
+
+    Its device memory is below a step's: it keeps nothing for a backward. Raises as `predict` does.
+    """
+    program = build_evaluation(model, workload, policy)
+    nothing = Program("drain", (), program.buffers)
+    pricing = Pricing(model, workload, policy, hardware, costs)
+    repeated = StepProgram(first=program, steady=program, drain=nothing, buffers=program.buffers)
+    return replay(repeated, pricing.price, pricing.size, pricing.sharing)
 
 
 def step_figures(

@@ -36,6 +36,7 @@ class Kind(StrEnum):
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     LOSS = "loss"
+    EVALUATE = "evaluate"
     BACKWARD = "backward"
     FINISH_GRADIENT = "finish_gradient"
     STORE_GRADIENT = "store_gradient"
@@ -117,6 +118,9 @@ class Operation:
         """The buffer from which this operation reads the content that starts with `content_prefix`."""
         return next(access.buffer for access in self.reads if access.content.startswith(content_prefix))
 
+    def writes_to(self, buffer: str) -> bool:
+        return any(access.buffer == buffer for access in self.writes)
+
     def target(self, content_prefix: str) -> str:
         """The buffer in which this operation leaves the content that starts with `content_prefix`."""
         return next(access.buffer for access in self.writes if access.content.startswith(content_prefix))
@@ -127,7 +131,7 @@ class Program:
     """Operations in issue order, for one variant of the step.
 
     `first` has no update pending from a step before; `steady` follows another step; `drain` holds only what is
-    pending, before saving, evaluating or the end.
+    pending, before saving, evaluating or the end. `evaluation` is a batch's forward and its loss.
     """
 
     variant: str
@@ -170,7 +174,8 @@ class StepProgram:
     """The three variants of a step and the table of buffers they share.
 
     A run is `first`, any number of `steady`, and `drain`; then, for more steps, `first` again once all has finished:
-    `first` waits for nothing that was launched before it.
+    `first` waits for nothing that was launched before it. After a drain that has finished there may come evaluations
+    (`simulator.build.build_evaluation`), each of which may follow another; what is next waits for their end.
     """
 
     first: Program

@@ -16,6 +16,7 @@ BUSY = {
     "forward": "forward",
     "recompute": "recompute",
     "loss": "loss",
+    "evaluate": "loss",
     "backward": "backward",
     "finish_gradient": "gradients",
     "clip": "gradients",
@@ -82,6 +83,11 @@ class Timeline:
             seconds[label] = seconds.get(label, 0.0) + max(busy, 0.0)
             clock = max(clock, span.end)
         return {label: total for label, total in seconds.items() if total > 0}
+
+    def lost_seconds(self) -> dict[str, float]:
+        """The part of the breakdown in which the compute resource waited, by cause."""
+        causes = {*WAITING.values(), OTHER_WAIT}
+        return {label: seconds for label, seconds in self.breakdown().items() if label in causes}
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds that each resource worked in the step."""

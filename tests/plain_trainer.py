@@ -5,7 +5,7 @@ autograd, clipping by torch.nn.utils.clip_grad_norm_, torch.optim.AdamW on the m
 vectors without), weights recast from the master.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,20 +36,28 @@ def plain_train(
     max_grad_norm: float | None,
     dtype: torch.dtype,
     cast: Callable[[Tensor], Tensor] = lambda master: master,
+    frozen: Collection[str] = (),
 ) -> PlainRun:
-    """Train on `batches` of (tokens, labels) [rows, sequence]; labels are shifted already, -100 does not count."""
+    """Train all parameters but the `frozen` ones on `batches` of (tokens, labels) [rows, sequence].
+
+    Labels are shifted already, -100 does not count.
+    """
     attention = "eager" if config["model_type"] == "gemma2" else "sdpa"  # only eager attention caps scores
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention
     ).train()
     named = dict(model.named_parameters())
     assert set(named) == set(weights), set(named) ^ set(weights)
+    assert set(frozen) <= set(named)
+    for name in frozen:
+        named[name].requires_grad_(False)
     master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: torch.nn.Parameter(weights[name].to(master_dtype).clone()) for name in named}
+    trained = {name: master for name, master in masters.items() if name not in frozen}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": weight_decay},
-            {"params": [p for p in masters.values() if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": weight_decay},
+            {"params": [p for p in trained.values() if p.dim() < 2], "weight_decay": 0.0},
         ],
         lr=learning_rate, betas=betas, eps=epsilon, foreach=False,
     )  # fmt: skip
@@ -60,8 +68,8 @@ def plain_train(
                 parameter.copy_(cast(masters[name]))
         num_targets = int((labels != -100).sum())
         total = 0.0
-        for name in named:
-            masters[name].grad = torch.zeros_like(masters[name])
+        for master in trained.values():
+            master.grad = torch.zeros_like(master)
         for start in range(0, tokens.shape[0], micro_batch_rows):
             model.zero_grad(set_to_none=True)
             part = slice(start, start + micro_batch_rows)
@@ -71,10 +79,10 @@ def plain_train(
             )
             (loss / num_targets).backward()
             total += loss.item()
-            for name, parameter in named.items():
-                masters[name].grad += parameter.grad.to(master_dtype)
+            for name, master in trained.items():
+                master.grad += named[name].grad.to(master_dtype)
         if max_grad_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(masters.values(), max_grad_norm, foreach=False)
+            norm = torch.nn.utils.clip_grad_norm_(trained.values(), max_grad_norm, foreach=False)
             run.norms.append(norm.item())
         optimizer.step()
         run.losses.append(total / num_targets)

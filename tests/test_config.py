@@ -144,8 +144,12 @@ def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path: Path) -> None:
         ("learnin_rate: 1", "unknown key 'learnin_rate'; did you mean 'learning_rate'?"),
         ("per_device_train_batch_size: 4", "here it is micro_batch_size"),
         ("cutoff_len: 4096", "here it is sequence_length"),
-        ("gradient_accumulation_steps: 8", "here it is derived: tokens_per_step"),
-        ("num_train_epochs: 3", "here it is max_steps"),
+        ("num_train_epochs: 3", "here it is num_epochs"),
+        ("val_set_size: 0.05", "here it is eval_fraction"),
+        ("per_device_eval_batch_size: 8", "here it is micro_batch_size"),
+        ("report_to: wandb", "here it is loggers"),
+        ("lr_scheduler_type: cosine", "here it is lr_schedule"),
+        ("optim: adamw_torch", "the optimizer is AdamW"),
         ("gradient_checkpointing: true", "here it is the planner's to decide"),
         ("sample_packing: true", "here it is packing"),
         ("train_on_inputs: true", "here it is train_on_prompt"),
@@ -164,7 +168,29 @@ def test_an_unknown_key_is_refused_with_its_name_here(tmp_path: Path, line: str,
 def test_names_of_other_tools_are_no_names_of_ours_and_lead_to_ours() -> None:
     assert not set(FOREIGN_NAMES) & set(TrainConfig.model_fields)
     for answer in FOREIGN_NAMES.values():
-        assert answer.startswith(("derived", "the planner's", *TrainConfig.model_fields))
+        assert answer.startswith(("the planner's", *TrainConfig.model_fields))
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys"),
+    {
+        "TrainingArguments and TRL": "output_dir per_device_train_batch_size per_device_eval_batch_size eval_strategy "
+        "eval_steps num_train_epochs lr_scheduler_type lr_scheduler_kwargs logging_steps save_strategy save_steps "
+        "save_total_limit bf16 optim report_to run_name resume_from_checkpoint gradient_checkpointing max_length "
+        "adam_beta1 adam_epsilon torch_compile deepspeed fsdp dataloader_num_workers data_seed auto_find_batch_size",
+        "LLaMA-Factory": "model_name_or_path dataset cutoff_len val_size eval_dataset freeze_trainable_layers",
+        "axolotl": "base_model datasets sequence_len val_set_size test_datasets lr_scheduler cosine_min_lr_ratio "
+        "saves_per_epoch evals_per_epoch early_stopping_patience wandb_project unfrozen_parameters",
+        "torchtune": "epochs max_steps_per_epoch batch_size clip_grad_norm enable_activation_checkpointing "
+        "enable_activation_offloading compile dtype optimizer_in_bwd metric_logger num_warmup_steps "
+        "log_every_n_steps run_val_every_n_steps",
+    }.items(),
+)
+def test_a_config_of_another_tool_is_translated_key_by_key(tmp_path: Path, tool: str, keys: str) -> None:
+    text = GOOD + "".join(f"{key}: 1\n" for key in keys.split())
+    mistakes = refusal(tmp_path, text)
+    assert len(mistakes) == len(keys.split())
+    assert [mistake for mistake in mistakes if "here it is" not in mistake] == []
 
 
 @pytest.mark.parametrize(
@@ -185,10 +211,15 @@ def test_names_of_other_tools_are_no_names_of_ours_and_lead_to_ours() -> None:
         ("resume: no", "resume: takes no truth value"),
         ("betas: [0.9]", "betas: "),
         ("betas: [0.9, 1.0]", "betas: input should be less than 1"),
-        ("lr_schedule: exponential", "lr_schedule: input should be 'constant', 'linear' or 'cosine'"),
+        ("lr_schedule: exponential", "lr_schedule: input should be 'constant', 'linear', 'cosine' or 'wsd'"),
         ("device_memory: 24 apples", "device_memory: should be a size"),
         ("host_memory: -5", "host_memory: "),
         ("keep_checkpoints: 0", "keep_checkpoints: input should be greater than 0"),
+        ("warmup_ratio: 1.5", "warmup_ratio: input should be less than 1"),
+        ("eval_fraction: 0", "eval_fraction: input should be greater than 0"),
+        ("min_lr_ratio: 2", "min_lr_ratio: input should be less than or equal to 1"),
+        ("loggers: [mlflow]", "loggers: input should be 'tensorboard', 'wandb' or 'trackio'"),
+        ("early_stop_patience: 0", "early_stop_patience: input should be greater than 0"),
         ("epsilon:", "epsilon: input should be a valid number, not None"),
     ],
 )
@@ -212,6 +243,19 @@ def test_anchors_and_merges_work(tmp_path: Path) -> None:
         ("{max_steps: 3, warmup_steps: 9}", "warmup_steps: 9, but the run has 3 steps"),
         ("data: synthetic", "max_steps: synthetic data has no end"),
         ("{clipping: none, max_grad_norm: 1.0}", "has no effect with clipping 'none'"),
+        ("{max_steps: 9, num_epochs: 2}", "max_steps and num_epochs: both say how long the run is"),
+        ("{warmup_steps: 2, warmup_ratio: 0.1}", "warmup_steps and warmup_ratio: both say how long the warm-up is"),
+        ("{eval_data: a, eval_fraction: 0.1}", "eval_data and eval_fraction: both say what to evaluate on"),
+        ("eval_data: synthetic", "eval_data: synthetic data has no end"),
+        ("eval_every: 5", "eval_every: there is nothing to evaluate on"),
+        ("{eval_data: a, early_stop_patience: 2}", "early_stop_patience: counts evaluations during the run; set"),
+        ("{data: synthetic, max_steps: 2, eval_fraction: 0.1}", "eval_fraction: synthetic data has no end"),
+        ("global_batch_size: 16", "16 rows, but tokens_per_step 1024 / sequence_length 128 = 8 rows"),
+        ("gradient_accumulation_steps: 3", "3 does not divide a step: tokens_per_step 1024 / sequence_length 128 = 8"),
+        (
+            "{micro_batch_size: 2, gradient_accumulation_steps: 8}",
+            "micro_batch_size 2 x 8 = 16 rows, but tokens_per_step 1024 / sequence_length 128 = 8 rows",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(tmp_path: Path, line: str, answer: str) -> None:
@@ -241,3 +285,36 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         "run.yaml: output: is missing",
         "run.yaml: set tokens_per_step, or a plan that holds what is missing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "tokens", "micro_batch"),
+    [
+        ("tokens_per_step: 1024\ngradient_accumulation_steps: 4\n", 1024, 2),
+        ("global_batch_size: 6\n", 768, "auto"),
+        ("global_batch_size: 6\nmicro_batch_size: 3\ngradient_accumulation_steps: 2\n", 768, 3),
+        ("micro_batch_size: 4\ngradient_accumulation_steps: 16\n", 8192, 4),  # as other tools say it
+    ],
+)
+def test_a_step_may_be_said_in_tokens_rows_or_micro_batches(
+    tmp_path: Path, lines: str, tokens: int, micro_batch: int | str
+) -> None:
+    text = GOOD.replace("tokens_per_step: 1024\n", lines)
+    config = load_config(write(tmp_path, text))
+    assert (config.tokens_per_step, config.micro_batch_size) == (tokens, micro_batch)
+    assert load_config(write(tmp_path, resolved_yaml(config))) == config
+
+
+def test_a_single_pattern_or_logger_is_a_list_of_one(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD + "freeze: '*.bias'\nloggers: tensorboard\n"))
+    assert (config.freeze, config.loggers) == (("*.bias",), ("tensorboard",))
+    assert load_config(write(tmp_path, GOOD), ["freeze=[a.*, b.*]"]).freeze == ("a.*", "b.*")
+
+
+def test_the_schedule_of_a_config(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD + "lr_schedule: wsd\nwarmup_ratio: 0.1\nmin_lr_ratio: 0.1\n"))
+    assert config.schedule(50).warmup_steps == 5
+    assert config.schedule(1).warmup_steps == 0
+    late = load_config(write(tmp_path, GOOD + "warmup_steps: 7\n"))
+    with pytest.raises(InputError, match="warmup_steps: 7, but the run has 7 steps"):
+        late.schedule(7)

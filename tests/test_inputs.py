@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import save_pretrained, tiny_config
 
 from analysis.cli import main
-from executor import run as executor_run
+from executor import step_log
 from executor.run_directory import append_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -314,7 +314,7 @@ def test_an_interrupt_saves_and_the_resumed_run_ends_as_if_there_was_none(given,
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(executor_run, "append_metrics", interrupted)
+        patched.setattr(step_log, "append_metrics", interrupted)
         err = complaint(*training(given, tmp_path / "cut"), code=130)
     assert "resume=auto" in err
     complaint(*training(given, tmp_path / "cut", "resume=auto"), code=0)

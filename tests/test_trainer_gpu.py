@@ -11,10 +11,12 @@ import torch
 from executor.data.dataset import Batch
 from executor.runner import InlineRunner
 from executor.trainer import Trainer
+from simulator.freezing import freeze
 from simulator.model import model_spec
 from simulator.policy import Policy, SaveLevel, Workload, uniform_policy
 from simulator.program import Operation, Resource
-from tests.tiny import make_trainer, random_weights, run_steps, state_bits, tiny_config
+from tests.freezing_cases import fitted
+from tests.tiny import make_trainer, master_weights, random_weights, run_steps, state_bits, tiny_config
 
 pytestmark = pytest.mark.gpu
 
@@ -198,4 +200,59 @@ def test_reserved_memory_does_not_grow_after_the_first_steps() -> None:
         trainer.step(batches[0])
     trainer.drain()
     assert torch.cuda.memory_reserved() == reserved
+    trainer.close()
+
+
+@pytest.mark.parametrize(("compiled", "level", "clipping"), [(False, "keep", "global"), (True, "input", "layerwise")])
+def test_frozen_blocks_stay_and_policies_give_the_same_bits(compiled: bool, level: SaveLevel, clipping: str) -> None:
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16", clipping=clipping, compiled=compiled)
+    patterns = ["model.embed_tokens.*", "model.layers.0.*", "model.layers.2.*", "model.layers.3.mlp.*"]
+    frozen = freeze(model_spec(config), patterns)
+    weights, batches = random_weights(config, torch.float32), gpu_batches(3)
+    expected = None
+    for title, policy in policies(config, workload, level).items():
+        trainer = make_trainer(config, workload, fitted(policy, frozen), weights, frozen=patterns, device="cuda")
+        before = master_weights(trainer)
+        results = run_steps(trainer, batches)
+        after = master_weights(trainer)
+        for name in before:
+            still = "embed_tokens" in name or ".0." in name or ".2." in name or ".3.mlp" in name
+            assert torch.equal(before[name], after[name]) == still, (title, name)
+        found = ([(r.loss, r.gradient_norm) for r in results], state_bits(trainer))
+        trainer.close()
+        expected = expected or found
+        assert_same(found, expected, title)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluations_between_steps_give_the_same_loss_and_change_nothing(compiled: bool) -> None:
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16", compiled=compiled)
+    weights, batches = random_weights(config, torch.float32), gpu_batches(4)
+    losses, ends = [], []
+    for evaluates in (False, True):
+        for policy in policies(config, workload, "input").values():
+            trainer = make_trainer(config, workload, policy, weights, device="cuda")
+            run_steps(trainer, batches[:2])
+            if evaluates:
+                losses += [trainer.evaluate(batches).loss, trainer.evaluate(batches).loss]
+            run_steps(trainer, batches[2:])
+            ends.append(state_bits(trainer))
+            trainer.close()
+    assert len(set(losses)) == 1
+    for end in ends[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(end, ends[0], strict=True))
+
+
+def test_a_recorded_step_tells_its_lost_time_while_the_next_one_runs() -> None:
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
+    policy = policies(config, workload, "input")["streamed"]
+    trainer = make_trainer(config, workload, policy, random_weights(config, torch.float32), device="cuda")
+    batches = gpu_batches(4)
+    for step, batch in enumerate(batches):
+        result = trainer.step(batch, record=step == 1)
+        if result is not None and result.step == 1:
+            timeline = trainer.timeline(0.1)
+            assert {span.name for span in timeline.spans} == {operation.name for operation in trainer.program.steady}
+            assert all(seconds >= 0 for seconds in timeline.lost_seconds().values())
+    trainer.drain()
     trainer.close()

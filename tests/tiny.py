@@ -12,6 +12,7 @@ from executor.operations import Optimization
 from executor.planes import merge_planes, split_planes
 from executor.store import tensor_view
 from executor.trainer import StepResult, Trainer
+from simulator.freezing import freeze
 from simulator.model import ModelSpec, model_spec
 from simulator.policy import Policy, Workload
 
@@ -66,10 +67,11 @@ def make_trainer(
     max_grad_norm: float | None = 0.5,
     learning_rates: Sequence[float] = (LEARNING_RATE,) * 64,
     weight_decay: float = WEIGHT_DECAY,
+    frozen: Sequence[str] = (),
     device: str = "cpu",
 ) -> Trainer:
     """A trainer whose state is `weights`, ready to step."""
-    model = model_spec(config)
+    model = freeze(model_spec(config), frozen)
     dtype = torch.float64 if workload.precision == "fp64" else torch.float32
     table = step_scalars(learning_rates, BETAS, weight_decay, dtype=dtype)
     trainer = Trainer(

@@ -1,0 +1,203 @@
+"""What a run config asks of training itself: how long, what is frozen, evaluation and early stop, loggers, dry runs."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from analysis.cli import main
+from executor.config import TrainConfig
+from executor.launch import launch
+from executor.run_directory import load_run
+from planner.plan import Plan
+from planner.search import plan
+from simulator.errors import InputError
+from simulator.freezing import freeze, frozen_patterns, unfrozen
+from simulator.hardware import HardwareProfile
+from simulator.model import ModelSpec
+from tests.test_run import CONFIG, WORKLOAD, machine, model, planned, run_config, silent, text
+
+__all__ = ["machine", "model", "planned", "text"]  # fixtures
+
+
+def other_text(text: Path) -> str:
+    """Text of the same kind that is not trained on."""
+    path = text.with_name("other.txt")
+    path.write_text("".join(f"line {n}: the conveyor carries layer {n * 5 % 29}\n" for n in range(400, 440)))
+    return str(path)
+
+
+def run(config: TrainConfig, planned: Plan, model: ModelSpec, say: Any = silent) -> Any:
+    launch(config, planned, CONFIG, model, say=say)
+    return load_run(config.output)
+
+
+def test_epochs_are_counted_in_steps_and_told(tmp_path: Path, text: Path, model: ModelSpec, planned: Plan) -> None:
+    text.write_text(text.read_text()[:1000])
+    whole = run(run_config(text, tmp_path / "one", max_steps=None), planned, model)
+    steps = len(whole.metrics)
+    assert steps == math.ceil(1000 / WORKLOAD.tokens_per_step)
+    assert whole.metrics[-1]["epoch"] == 1.0
+    config = run_config(text, tmp_path / "more", max_steps=None, num_epochs=1.5, warmup_steps=0, warmup_ratio=0.3)
+    more = run(config, planned, model)
+    assert len(more.metrics) == math.ceil(1.5 * steps)
+    assert more.metrics[0]["lr"] == pytest.approx(1e-2 / (1 + math.ceil(0.3 * len(more.metrics))))
+    assert more.metrics[-1]["epoch"] == pytest.approx(len(more.metrics) / steps)
+
+
+def test_every_step_s_line_is_complete(tmp_path: Path, text: Path, model: ModelSpec, planned: Plan) -> None:
+    found = run(run_config(text, tmp_path / "run"), planned, model)
+    for row in found.metrics:
+        assert row["lr"] == row["learning_rate"] > 0
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert row["device_peak_bytes"] > 0
+        assert row["host_peak_bytes"] > 0
+        assert 0 <= row["data_wait_seconds"] < row["seconds"]
+    recorded = [row["step"] for row in found.metrics if row["lost_seconds"] is not None]
+    assert recorded == [0, 3, 6]
+
+
+@pytest.mark.parametrize("given", ["plan", "config"])
+def test_what_is_frozen_stays_and_the_rest_is_trained(
+    given: str, tmp_path: Path, text: Path, model: ModelSpec, machine: HardwareProfile
+) -> None:
+    patterns = ["model.embed_tokens.*", "model.layers.0.*", "*.2.mlp.*"]
+    frozen = freeze(model, patterns)
+    by_plan = plan(frozen, WORKLOAD, machine)
+    changes: dict[str, Any] = {"freeze": patterns} if given == "config" else {}
+    found = run(run_config(text, tmp_path / "run", max_steps=3, **changes), by_plan, model)
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert freeze(model, resolved["freeze"]) == frozen
+    run(run_config(text, tmp_path / "more", max_steps=5, **changes), by_plan, model)
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "more"))
+    for name in one:
+        is_frozen = "embed_tokens" in name or ".layers.0." in name or ".2.mlp." in name
+        assert torch.equal(one[name], other[name]) == is_frozen, name
+    assert found.record.measured.tflops < 6 * model.num_parameters * 128 / found.record.measured.step_seconds / 1e12
+
+
+def test_a_plan_that_freezes_something_else_is_refused(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, machine: HardwareProfile
+) -> None:
+    with pytest.raises(InputError, match=r"freeze is \['model.layers.0.\*'\], the plan freezes nothing; plan again"):
+        launch(run_config(text, tmp_path / "run", freeze="model.layers.0.*"), planned, CONFIG, model, say=silent)
+    assert not (tmp_path / "run").exists()
+
+
+def test_patterns_are_found_again_from_what_they_freeze(model: ModelSpec) -> None:
+    frozen = freeze(model, ["model.layers.1.*", "model.embed_tokens.weight", "*.input_layernorm.weight"])
+    assert frozen_patterns(frozen) == (
+        "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.*",
+        "model.layers.2.input_layernorm.weight",
+    )  # fmt: skip
+    assert freeze(unfrozen(frozen), frozen_patterns(frozen)) == frozen
+
+
+def test_evaluations_are_written_and_the_last_one_is_of_the_trained_model(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    said: list[str] = []
+    config = run_config(text, tmp_path / "run", eval_fraction=0.1, eval_every=3)
+    found = run(config, planned, model, said.append)
+    assert [row["step"] for row in found.evaluations] == [2, 5, 7]
+    losses = [row["eval_loss"] for row in found.evaluations]
+    assert losses == sorted(losses, reverse=True), "a byte model learns in these steps"
+    assert sum(line.startswith("evaluation after step") for line in said) == 3
+    assert found.measured.spans, "a steady step was recorded between the evaluations"
+    assert {span.name for span in found.measured.spans} == {span.name for span in found.predicted.spans}
+
+
+def test_evaluating_changes_nothing_that_is_trained(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    run(run_config(text, tmp_path / "plain"), planned, model)
+    run(run_config(text, tmp_path / "evaluated", eval_data=other_text(text), eval_every=2), planned, model)
+    one, other = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("plain", "evaluated"))
+    assert one == other
+
+
+def test_a_run_stops_early_when_evaluations_stop_improving_and_stays_stopped(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    said: list[str] = []
+    # A rate at which the loss rises from the start.
+    config = run_config(
+        text, tmp_path / "run", max_steps=40, learning_rate=3.0, lr_schedule="constant", warmup_steps=0,
+        eval_data=other_text(text), eval_every=2, early_stop_patience=2,
+    )  # fmt: skip
+    found = run(config, planned, model, said.append)
+    losses = [row["eval_loss"] for row in found.evaluations]
+    assert len(losses) < 20
+    assert min(losses[-2:]) >= min(losses[:-2])
+    assert len(found.metrics) == 2 * len(losses)
+    assert any("stopped early" in line and "2 evaluations without a lower loss" in line for line in said)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    again = run(config.model_copy(update={"resume": "auto"}), planned, model)
+    assert len(again.metrics) == len(found.metrics)
+
+
+def test_patience_counts_evaluations_from_before_a_resume(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    choices: dict[str, Any] = {"max_steps": 6, "save_every": 2, "eval_data": other_text(text), "eval_every": 2}
+    run(run_config(text, tmp_path / "run", **choices), planned, model)
+    path = tmp_path / "run" / "evaluations.jsonl"
+    # As if the first two had been better than all that follows, the second not finite.
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["eval_loss"], rows[1]["eval_loss"] = 0.0, None
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    config = run_config(text, tmp_path / "run", resume=str(checkpoint), early_stop_patience=2, **choices)
+    said: list[str] = []
+    found = run(config, planned, model, said.append)
+    assert [row["step"] for row in found.evaluations] == [1, 3, 5]
+    assert not found.evaluations[-1]["improved"]
+    assert any("stopped early" in line for line in said)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loggers_of_a_run(tmp_path: Path, text: Path, model: ModelSpec, planned: Plan) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = run_config(text, tmp_path / "run", loggers="tensorboard", eval_fraction=0.1)
+    found = run(config, planned, model)
+    read = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert [event.value for event in read.Scalars("loss")] == pytest.approx([row["loss"] for row in found.metrics])
+    assert [event.step for event in read.Scalars("eval_loss")] == [7]
+
+
+def test_a_dry_run_prints_a_config_that_reads_back_and_the_plan_and_trains_nothing(
+    tmp_path: Path, text: Path, planned: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(text, tmp_path / "run")
+    planned.save(tmp_path / "plan.json")
+    assert main(
+        ["train", f"plan={tmp_path / 'plan.json'}", f"data={text}", f"output={tmp_path / 'run'}",
+         f"model={config.model}", "--dry-run"]
+    ) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    resolved = yaml.safe_load(out)
+    assert resolved["tokens_per_step"] == WORKLOAD.tokens_per_step
+    assert resolved["micro_batch_size"] == planned.policy.micro_batch_rows
+    assert "# predicted" in out
+    assert "# bound: " in out
+    assert not (tmp_path / "run").exists()
+    assert main(["train", f"plan={tmp_path / 'plan.json'}", "data=nowhere", "output=o", "--dry-run"]) == 2
+
+
+def test_a_dry_run_plans_where_no_plan_is_given(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_config(text, tmp_path / "run")
+    arguments = [
+        "train", f"model={config.model}", f"data={text}", f"output={tmp_path / 'run'}", "hardware=cpu-2-core",
+        "sequence_length=32", "tokens_per_step=128", "precision=fp32", "freeze=[model.layers.0.*]", "--dry-run",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert json.loads(json.dumps(yaml.safe_load(out)))["freeze"] == ["model.layers.0.*"]
+    assert "frozen: 1" in out
+    assert not (tmp_path / "run").exists()
