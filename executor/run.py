@@ -86,6 +86,7 @@ class Run:
         require_loggers(config.loggers)
         self.dataset, self.eval_dataset = _open_datasets(config, model, workload, folder, say)
         self.num_steps = _num_steps(config, self.dataset)
+        self.timeline: Timeline | None = None  # of the step recorded last
         self.steps_applied = 0
         self.schedule = config.schedule(self.num_steps)
         self.loggers: list[Logger] = []
@@ -203,11 +204,13 @@ class Run:
                 nonlocal clock
                 if result is None:
                     return
-                now = time.perf_counter()
                 results.append(result)
-                seconds.append(now - clock)
-                clock = now
-                lost = trainer.timeline(seconds[-1]).lost_seconds() if result.step == recorded else None
+                seconds.append(result.reported - clock)
+                clock = result.reported
+                lost = None
+                if result.step == recorded:
+                    self.timeline = trainer.timeline(seconds[-1])
+                    lost = self.timeline.lost_seconds()
                 self._log(result, seconds[-1], data_waits.pop(result.step), host_peak.peak_bytes, lost)
                 progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
 
@@ -327,10 +330,13 @@ class Run:
     ) -> Outcome:
         timed = seconds[WARM_UP_STEPS:] or seconds[1:] or seconds
         step_seconds = statistics.median(timed)
-        timeline = self.trainer.timeline(step_seconds)
+        timeline = self.timeline
+        assert timeline is not None, "the first step is recorded"
+        # The step that was recorded is seldom the median one.
+        breakdown = {cause: s * step_seconds / timeline.step_seconds for cause, s in timeline.breakdown().items()}
         figures = step_figures(
             self.model, self.workload, step_seconds, device_peak_bytes=self._device_peak_bytes(),
-            host_peak_bytes=host_peak_bytes, breakdown_seconds=timeline.breakdown(),
+            host_peak_bytes=host_peak_bytes, breakdown_seconds=breakdown,
         )  # fmt: skip
         # Padding is computed, so it counts as FLOPs; it is not text, so it does not count as tokens.
         real_tokens = statistics.mean(result.num_tokens for result in results[-len(timed) :])
