@@ -14,7 +14,7 @@ from simulator.units import format_bytes, format_duration, format_seconds
 
 
 def forecast(
-    config: TrainConfig, plan: Plan, output: Path, *, first_step: int, num_steps: int, saves: bool
+    config: TrainConfig, plan: Plan, output: Path, *, first_step: int, num_steps: int, leaves_model: bool
 ) -> list[str]:
     """Lines: memory of both tiers, disk, and time for steps `first_step` to `num_steps`."""
     predicted, limits = plan.prediction, plan.inputs.limits
@@ -27,7 +27,7 @@ def forecast(
     steps = num_steps - first_step
     seconds = steps * predicted.step_seconds
     time = f"{steps} steps of {format_seconds(predicted.step_seconds)}"
-    if saves:
+    if leaves_model:
         one, exported = disk_bytes(plan)
         kept = config.keep_checkpoints + 1  # one more while it is written
         needed, free = kept * one + exported, free_disk_bytes(output)
@@ -37,13 +37,18 @@ def forecast(
         )
         rate = plan.hardware.disk.write_bytes_per_second
         if rate is not None:
-            between = (num_steps - 1) // config.save_every - first_step // config.save_every if config.save_every else 0
+            saves = num_saves(config.save_every, first_step=first_step, num_steps=num_steps)
             waited = max(0.0, one / rate.value - predicted.step_seconds)  # a save runs beside the step after it
-            saving = between * waited + (one + exported) / rate.value
+            saving = (saves - 1) * waited + (one + exported) / rate.value
             seconds += saving
-            time += f", {between + 1} saves and the export {format_duration(saving)}"
+            time += f", {saves} saves and the export {format_duration(saving)}"
     lines.append(f"  {'time':14}{format_duration(seconds):>11}  {time}")
     return lines
+
+
+def num_saves(save_every: int | None, *, first_step: int, num_steps: int) -> int:
+    """Checkpoints that a run writes from `first_step` on, the one at its end included."""
+    return 1 + ((num_steps - 1) // save_every - first_step // save_every if save_every else 0)
 
 
 def disk_bytes(plan: Plan) -> tuple[int, int]:

@@ -171,7 +171,7 @@ def _train(
 
     def announce(run: Run) -> None:
         for line in forecast(
-            config, plan, directory, first_step=run.first_step, num_steps=run.num_steps, saves=run.saves
+            config, plan, directory, first_step=run.first_step, num_steps=run.num_steps, leaves_model=run.saves
         ):
             say(line)
 

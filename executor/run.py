@@ -375,10 +375,11 @@ class Run:
         if isinstance(tokenizer, ByteTokenizer):
             save_tokenizer = tokenizer.save
             config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": None}
-        return export(
-            self.directory / EXPORTED, model=self.model, config=config, states=self.trainer.memory.states(),
-            source=self.model_folder, save_tokenizer=save_tokenizer,
-        )  # fmt: skip
+        with doing("exporting the model"):
+            return export(
+                self.directory / EXPORTED, model=self.model, config=config, states=self.trainer.memory.states(),
+                source=self.model_folder, save_tokenizer=save_tokenizer,
+            )  # fmt: skip
 
     def _outcome(
         self, results: list[StepResult], seconds: list[float], host_peak_bytes: int, exported: Path | None
