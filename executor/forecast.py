@@ -18,7 +18,7 @@ def forecast(
 ) -> list[str]:
     """Lines: memory of both tiers, disk, and time for steps `first_step` to `num_steps`."""
     predicted, limits = plan.prediction, plan.inputs.limits
-    lines = ["the run will take, at most"]
+    lines = ["the run will take"]
     for tier, needed in (("device", predicted.device_peak_bytes), ("host", predicted.host_peak_bytes)):
         limit = limits.bytes_of(tier)
         lines.append(

@@ -104,9 +104,9 @@ class Memory:
         except RuntimeError as error:
             num_bytes = math.prod([shape] if isinstance(shape, int) else shape) * dtype.itemsize
             raise OutOfMemory(
-                f"pinned host memory: {num_bytes} bytes ({format_bytes(num_bytes)}) for batches and scalars "
-                f"were refused ({first_line(error)}), {format_bytes(host_memory_available_bytes())} of host memory are free; raise "
-                "the limit (ulimit -l), end other programs, or plan again with a lower --host-memory"
+                f"pinned host memory: {num_bytes} bytes ({format_bytes(num_bytes)}) for batches and scalars were "
+                f"refused ({first_line(error)}), {format_bytes(host_memory_available_bytes())} of host memory are "
+                "free; raise the limit (ulimit -l), end other programs, or plan again with a lower --host-memory"
             ) from error
 
     def plane(self, buffer: str, block: int) -> torch.Tensor:

@@ -143,7 +143,7 @@ def test_what_the_run_takes_is_said_before_anything_is_allocated(train: Any, giv
     code, out, _ = train()
     assert code == 0
     lines = out.splitlines()
-    begin = lines.index("the run will take, at most")
+    begin = lines.index("the run will take")
     assert begin < next(number for number, line in enumerate(lines) if line.startswith("state allocated"))
     plan = Plan.load(given / "plan.json")
     prediction, limits = plan.prediction, plan.inputs.limits
