@@ -24,7 +24,7 @@ from simulator.errors import ConveyorError, InputError
 from simulator.families import FAMILIES
 from simulator.formats import PRECISIONS, Precision
 from simulator.model import ModelSpec, TensorSpec, transformers_config
-from simulator.predict import largest_tensor_bytes
+from simulator.predict import transit_bytes
 from simulator.units import GIB
 
 WEIGHTS_NAME = "model.safetensors"
@@ -222,8 +222,8 @@ def initialise(
         values *= np.float32(scale)
         return torch.from_numpy(values)
 
-    # What is drawn and not yet written fits into what the plan allows for loading: the largest tensor.
-    most = max(1, largest_tensor_bytes(model) // (4 * _RANDOM_PIECE))
+    # What is drawn and not yet written fits into what the plan allows for loading.
+    most = max(1, transit_bytes(model) // (4 * _RANDOM_PIECE))
     drawn_pieces = ((piece, draw(piece)) for piece in pieces) if on_gpu else _in_order(draw, pieces, most)
     for (index, _, tensor, first), values in drawn_pieces:
         write(index, tensor, first, values)
