@@ -112,11 +112,13 @@ def test_the_plan_foresees_what_loading_steps_saving_and_export_take(
 
 
 def test_resident_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
-    """A kilobyte a step is allowed: what the record keeps of a step takes a fifth of that."""
-    train = planned(tmp_path, tiny_config(), tokens=64)
-    _, levels = watched([*train, "max_steps=500", "save_every=50", "log_every=100"])
+    """Two kilobytes a step are allowed: the run keeps some numbers of each step, and heaps settle slowly.
+
+    A tensor that was kept would show: tokens and labels of one step are 4 kB, a layer's input is 24.
+    """
+    train = planned(tmp_path, tiny_config(), tokens=256)
+    _, levels = watched([*train, "max_steps=300", "save_every=30", "log_every=100"])
     settled = np.array(levels[100:], dtype=float)
-    assert len(settled) == 400
+    assert len(settled) == 200
     slope = np.polyfit(np.arange(len(settled)), settled, 1)[0]
-    print("bytes a step", slope)
-    assert slope < 1024
+    assert slope < 2048
