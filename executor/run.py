@@ -16,7 +16,6 @@ import torch
 
 from executor import checkpoint
 from executor.adamw import step_scalars
-from executor.checkpoint_writer import CheckpointWriter
 from executor.config import SYNTHETIC_DATA, TrainConfig
 from executor.data.corpus import DataChoices
 from executor.data.dataset import Dataset, open_datasets
@@ -27,7 +26,7 @@ from executor.loggers import Logger, open_loggers, require_loggers
 from executor.operations import Optimization
 from executor.out_of_memory import doing
 from executor.progress import step_progress
-from executor.resume import changed_settings, flat_settings, rounding_changes
+from executor.run_checkpoints import RunCheckpoints
 from executor.run_directory import EVALUATIONS, EXPORTED, load_lines
 from executor.schedule import learning_rate
 from executor.step_log import StepLog
@@ -39,7 +38,6 @@ from simulator.freezing import frozen_patterns
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
 from simulator.predict import StepFigures, step_figures
-from simulator.program import Kind
 from simulator.system import HostPeak
 from simulator.timeline import Timeline
 
@@ -102,8 +100,13 @@ class Run:
         self.first_step = 0 if record is None else record.progress.step
         if self.first_step > self.num_steps or (self.first_step == self.num_steps and exported):
             raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
-        if record is not None:
-            self._compare(record)
+        self.saved = RunCheckpoints(
+            self.checkpoints, model, workload, policy, settings=self._settings(), keep=config.keep_checkpoints,
+            device=device,
+        )  # fmt: skip
+        if self.resume_from is not None and record is not None:
+            for line in self.saved.compare(self.resume_from, record, changes=config.resume_changes):
+                say(line)
         self._require_disk()
         for line in self.dataset.report.lines():
             say(line)
@@ -113,8 +116,7 @@ class Run:
         started = time.perf_counter()
         with doing("allocating the training state"):
             self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
-        self.writer = CheckpointWriter()
-        self.trainer.operations.before_update = self.writer.before_update
+        self.trainer.operations.before_update = self.saved.writer.before_update
         say(f"state allocated in {time.perf_counter() - started:.1f} s")
 
     @property
@@ -149,30 +151,6 @@ class Run:
             "gradient_format": self.workload.gradient_format,
             "clipping": self.workload.clipping,
         }  # fmt: skip
-
-    def _rounding(self) -> dict[str, Any]:
-        """What decides the last bits of results, beside the settings."""
-        policy, cuda = self.policy, self.device.type == "cuda"
-        return {
-            "micro_batch_rows": policy.micro_batch_rows,
-            "head_chunk_tokens": policy.head_chunk_tokens,
-            "compiled": self.workload.compiled,
-            # Compiled on a GPU, levels differ in the last bits; elsewhere they agree.
-            "save_levels": list(policy.save_levels) if cuda and self.workload.compiled else [],
-            "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
-            "torch": str(torch.__version__),
-        }
-
-    def _compare(self, record: checkpoint.CheckpointRecord) -> None:
-        """Refuse settings that differ from the checkpoint's, or say so; say where results agree to rounding only."""
-        assert self.resume_from is not None
-        settings = flat_settings(self.model, self.workload.precision, self._settings())
-        changed = changed_settings(self.resume_from, record.settings, settings, changes=self.config.resume_changes)
-        rounded = rounding_changes(record.rounding, self._rounding())
-        if changed:
-            self.say(f"going on with other settings, as resume_changes=accept asks: {'; '.join(changed)}")
-        elif rounded:
-            self.say(f"going on equal to rounding, not bit for bit: {'; '.join(rounded)}")
 
     def _require_disk(self) -> None:
         if not self.saves:
@@ -255,7 +233,7 @@ class Run:
                 progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
 
             for step in range(first, self.num_steps):
-                self.writer.raise_failure()
+                self.saved.writer.raise_failure()
                 asked = time.perf_counter()
                 batch = self.dataset.batch(step)
                 data_waits[step] = time.perf_counter() - asked
@@ -274,7 +252,7 @@ class Run:
                 due = self.config.save_every and (step + 1) % self.config.save_every == 0
                 if self.saves and due and step + 1 < self.num_steps and not stop.is_set():
                     finished(trainer.drain())
-                    self._save(beside_training=True)
+                    self.saved.save(trainer, seed=self.config.seed, beside_training=True)
                     clock = time.perf_counter()
                 if stop.is_set():
                     break
@@ -288,7 +266,7 @@ class Run:
                     "look for NaN in the model's weights, or lower learning_rate"
                 )
             if self.saves:
-                self._save()
+                self.saved.save(trainer, seed=self.config.seed)
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
                 raise Interrupted(f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}")
@@ -331,7 +309,7 @@ class Run:
         self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float] | None
     ) -> None:
         if not math.isfinite(result.gradient_norm) and self.policy.clipping != "global":
-            self.writer.finish()
+            self.saved.writer.finish()
             newest = checkpoint.latest(self.checkpoints)
             raise ConveyorError(
                 f"step {result.step}: the gradient is not finite (loss {result.loss}), and with clipping "
@@ -346,30 +324,8 @@ class Run:
         if not result.applied:
             self.say(f"step {result.step}: the gradient is not finite; the step is skipped, nothing has changed")
 
-    def _save(self, *, beside_training: bool = False) -> None:
-        """Write a checkpoint; `beside_training`: while the next steps run, up to the updates that must wait for it."""
-        progress = checkpoint.Progress(
-            step=self.trainer.steps_done, applied_steps=self.trainer.steps_applied(),
-            data_position=self.trainer.steps_done, seed=self.config.seed,
-        )  # fmt: skip
-        updates = [operation.block for operation in self.trainer.program.steady if operation.kind is Kind.UPDATE]
-        # In the order in which the next step will change blocks, so that its updates wait as little as may be.
-        order = list(dict.fromkeys((*updates, *range(self.model.num_blocks))))
-        states, settings, rounding = self.trainer.memory.states(), self._settings(), self._rounding()
-
-        def write(written: Callable[[int], None]) -> None:
-            with doing(f"saving the checkpoint of step {progress.step}"):
-                checkpoint.save(
-                    self.checkpoints, model=self.model, states=states, progress=progress, settings=settings,
-                    keep=self.config.keep_checkpoints, rounding=rounding, order=order, written=written,
-                )  # fmt: skip
-
-        self.writer.start(write, blocks=updates)
-        if not beside_training:
-            self.writer.finish()
-
     def _export(self) -> Path:
-        self.writer.finish()
+        self.saved.writer.finish()
         tokenizer, config = self.dataset.tokenizer, dict(self.model_config)
         save_tokenizer = None
         if isinstance(tokenizer, ByteTokenizer):
@@ -412,7 +368,7 @@ class Run:
         try:
             for logger in self.loggers:
                 logger.close()
-            self.writer.finish()
+            self.saved.writer.finish()
         finally:
             self.trainer.close()
 

@@ -20,7 +20,7 @@ PROGRAM = """
 import json, re, sys
 from pathlib import Path
 from analysis.cli import main
-from executor import checkpoint, run
+from executor import checkpoint, run, step_log
 from executor.trainer import Trainer
 from simulator.system import HostPeak
 
@@ -47,11 +47,11 @@ def allocating(*given, **named):
     peaks["bare"] = resident("RssAnon")
     return allocate(*given, **named)
 run.Trainer = allocating
-append = run.append_metrics
+append = step_log.append_metrics
 def append_metrics(directory, row):
     append(directory, row)
     levels.append(resident("RssAnon"))
-run.append_metrics = append_metrics
+step_log.append_metrics = append_metrics
 with HostPeak(interval_seconds=0.005) as whole:
     code = main(json.loads(sys.argv[1]))
 print(json.dumps([code, peaks | {"whole": whole.peak_bytes}, levels]))
