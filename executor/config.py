@@ -15,6 +15,7 @@ from executor.data.documents import LongSamples
 from executor.data.row_kind import check_columns
 from executor.foreign_names import FOREIGN_NAMES
 from executor.loggers import LoggerName
+from executor.resume import ResumeChanges
 from executor.schedule import LearningRateSchedule, Schedule, check_schedule, warmup_steps_of
 from executor.yaml_mapping import parse_yaml_value, read_yaml_mapping
 from simulator.errors import InputError
@@ -113,6 +114,7 @@ class TrainConfig(Schema):
     save_every: Count | None = None  # steps between checkpoints; None: one at the end
     keep_checkpoints: Count = 2  # the newest ones; earlier ones are removed
     resume: Name = "never"  # "never"; "auto": the newest whole checkpoint in output, if any; or a checkpoint's path
+    resume_changes: ResumeChanges = "refuse"  # "accept": go on also where data, schedule or optimizer have changed
 
     # Numbers
     precision: Precision = "bf16"  # of weights and activations; the master is fp32 in bf16 runs too
@@ -173,6 +175,8 @@ class TrainConfig(Schema):
         if self.warmup_steps and self.warmup_ratio is not None:
             yield "warmup_steps and warmup_ratio: both say how long the warm-up is; leave one of the two out"
         yield from self._contradictions_of_evaluation()
+        if self.resume == "never" and self.resume_changes == "accept":
+            yield "resume_changes: has no effect without resume; set resume=auto or a checkpoint's path"
         if self.clipping == "none" and "max_grad_norm" in self.model_fields_set:
             yield "max_grad_norm: has no effect with clipping 'none'; leave one of the two out"
 

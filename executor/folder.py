@@ -1,6 +1,7 @@
 """Folders and files: paths that must exist, disk that must be free, folders that appear whole or not at all."""
 
 import difflib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -58,6 +59,17 @@ def require_free_disk(
         )
 
 
+def disk_refused(path: Path, error: OSError, *, what: str, num_bytes: int) -> str:
+    """A clause for a disk that refuses to take `what`, `num_bytes` in all: why, and on a full disk what to change."""
+    reason = f"{path}: {what} could not be written ({error.strerror or error})"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return reason
+    return (
+        f"{reason}: it takes {num_bytes} bytes ({format_bytes(num_bytes)}), {format_bytes(free_disk_bytes(path))} of "
+        "disk are free now; free some, lower keep_checkpoints, or set output to a larger disk"
+    )
+
+
 @contextmanager
 def appearing_folder(target: Path) -> Iterator[Path]:
     """An empty folder to write in, which becomes `target` when the block ends without an error.
@@ -73,22 +85,24 @@ def appearing_folder(target: Path) -> Iterator[Path]:
     try:
         yield partial
         # Rename only what the disk holds: after a power cut a name must not stand for missing bytes.
-        sync_folder(partial)
+        for path in partial.iterdir():
+            sync(path)
+        sync(partial)
         if target.exists():
             if replaced.exists():
                 shutil.rmtree(replaced)
             target.rename(replaced)
         partial.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries to disk; its files are flushed by whoever writes them."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's own entries, to disk. At once where all of it is there already."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

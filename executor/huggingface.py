@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.folder import appearing_folder, require_free_disk, require_path
+from executor.folder import appearing_folder, disk_refused, require_free_disk, require_path
 from executor.planes import split_planes
 from executor.shard import StoredTensor, read_header, read_pieces, write_shard
 from executor.store import BlockState, tensor_view
-from simulator.errors import InputError
+from simulator.errors import ConveyorError, InputError
 from simulator.families import FAMILIES
 from simulator.formats import PRECISIONS, Precision
 from simulator.model import ModelSpec, TensorSpec, transformers_config
+from simulator.predict import transit_bytes
 from simulator.units import GIB
 
 WEIGHTS_NAME = "model.safetensors"
@@ -221,7 +222,9 @@ def initialise(
         values *= np.float32(scale)
         return torch.from_numpy(values)
 
-    drawn_pieces = ((piece, draw(piece)) for piece in pieces) if on_gpu else _in_order(draw, pieces)
+    # What is drawn and not yet written fits into what the plan allows for loading.
+    most = max(1, transit_bytes(model) // (4 * _RANDOM_PIECE))
+    drawn_pieces = ((piece, draw(piece)) for piece in pieces) if on_gpu else _in_order(draw, pieces, most)
     for (index, _, tensor, first), values in drawn_pieces:
         write(index, tensor, first, values)
     padding = getattr(hf_config, "pad_token_id", None)
@@ -230,14 +233,14 @@ def initialise(
 
 
 def _in_order(
-    draw: Callable[[_Piece], torch.Tensor], pieces: Sequence[_Piece]
+    draw: Callable[[_Piece], torch.Tensor], pieces: Sequence[_Piece], most: int
 ) -> Iterator[tuple[_Piece, torch.Tensor]]:
-    """Draw pieces on all cores, a bounded number ahead: the drawn and unwritten ones are all the memory it takes."""
+    """Draw pieces on all cores, at most `most` ahead: the drawn and unwritten ones are all the memory it takes."""
     num_threads = len(sched_getaffinity(0))
     with ThreadPoolExecutor(num_threads) as pool:
         ahead: deque[tuple[_Piece, Future[torch.Tensor]]] = deque()
         for piece in pieces:
-            if len(ahead) == 2 * num_threads:
+            if len(ahead) == min(2 * num_threads, most):
                 drawn, future = ahead.popleft()
                 yield drawn, future.result()
             ahead.append((piece, pool.submit(draw, piece)))
@@ -267,7 +270,7 @@ def export(
     into the folder it is given. The folder appears whole or not at all; one that an earlier export wrote is replaced,
     any other must be empty.
 
-    Raises InputError when the folder is in use, ConveyorError when the disk is too small.
+    Raises InputError when the folder is in use, ConveyorError when the disk is too small or refuses.
     """
     folder = Path(folder)
     if source is not None and folder.resolve() == Path(source).resolve():
@@ -276,15 +279,20 @@ def export(
         raise InputError(f"{folder}: exists and holds other files than a model; export to another folder")
     precision = states[0].precision
     require_free_disk(folder, export_bytes(model, precision) + GIB // 64, what="the exported model")
-    with appearing_folder(folder) as partial:
-        if save_tokenizer is not None:
-            save_tokenizer(partial)
-        elif source is not None:
-            for name in COPIED_FILES:
-                if (Path(source) / name).is_file():
-                    shutil.copyfile(Path(source) / name, partial / name)
-        (partial / "config.json").write_text(json.dumps(_exported_config(model, config, precision), indent=2) + "\n")
-        _write_shards(partial, model, states, max_shard_bytes)
+    try:
+        with appearing_folder(folder) as partial:
+            if save_tokenizer is not None:
+                save_tokenizer(partial)
+            elif source is not None:
+                for name in COPIED_FILES:
+                    if (Path(source) / name).is_file():
+                        shutil.copyfile(Path(source) / name, partial / name)
+            text = json.dumps(_exported_config(model, config, precision), indent=2)
+            (partial / "config.json").write_text(text + "\n")
+            _write_shards(partial, model, states, max_shard_bytes)
+    except OSError as error:
+        refused = disk_refused(folder, error, what="the exported model", num_bytes=export_bytes(model, precision))
+        raise ConveyorError(f"{refused}; the checkpoints are whole: go on with resume=auto") from error
     return folder
 
 

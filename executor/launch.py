@@ -9,7 +9,9 @@ import torch
 
 from executor.batch_size import BatchSize
 from executor.config import TrainConfig, resolved_yaml
+from executor.forecast import forecast, require_free_memory
 from executor.huggingface import is_exported
+from executor.out_of_memory import explained
 from executor.record import PredictedFrom, RunRecord, Status, installed_versions
 from executor.run import Outcome, Run
 from executor.run_directory import EXPORTED, RECORD, finish_run, holds_run, start_run
@@ -48,11 +50,12 @@ def launch(
         device_limit_bytes=limits.device_memory_bytes, host_limit_bytes=limits.host_memory_bytes,
     )  # fmt: skip
     device = torch.device("cuda", 0) if plan.hardware.device.kind == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        _hold_to_limit(plan, device)
     directory = Path(config.output)
     earlier = holds_run(directory)
     require_own_directory(config)
+    require_free_memory(plan, device)
+    if device.type == "cuda":
+        _hold_to_limit(plan, device)
     predicted = plan.replay().timeline
     started = False
 
@@ -67,11 +70,11 @@ def launch(
         outcome = _train(config, plan, model_config, model, directory, device, say, filled=start if earlier else None)
     except BaseException as error:
         if earlier and not started:  # what the directory says of the earlier run still holds
-            failure = _explained(error, plan)
+            failure = explained(error, plan, directory)
             if failure is error:
                 raise
             raise failure from error
-        failure = _explained(error, plan)
+        failure = explained(error, plan, directory)
         status: Status = "out_of_memory" if isinstance(failure, OutOfMemory) else "failed"
         if isinstance(failure, InputError):
             status = "refused"
@@ -165,7 +168,17 @@ def _train(
     device: torch.device, say: Callable[[str], None], *, filled: Callable[[], None] | None,
 ) -> Outcome | None:  # fmt: skip
     """Train. `filled` is called once the state is: from then on the directory is this run's."""
-    run = Run(config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device, say=say)
+
+    def announce(run: Run) -> None:
+        for line in forecast(
+            config, plan, directory, first_step=run.first_step, num_steps=run.num_steps, leaves_model=run.saves
+        ):
+            say(line)
+
+    run = Run(
+        config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device, say=say,
+        before_start=announce,
+    )  # fmt: skip
     try:
         run.prepare()
         if filled is not None and run.trainer.steps_done < run.num_steps:
@@ -181,23 +194,6 @@ def _hold_to_limit(plan: Plan, device: torch.device) -> None:
     limit = plan.inputs.limits.device_memory_bytes - round(plan.hardware.context_bytes.value)
     if limit < total:
         torch.cuda.set_per_process_memory_fraction(max(limit, 1) / total, device)
-
-
-def _explained(error: BaseException, plan: Plan) -> BaseException:
-    """torch's out-of-memory error, in terms of the plan."""
-    if not isinstance(error, torch.cuda.OutOfMemoryError):
-        return error
-    reserved = torch.cuda.max_memory_reserved()
-    return OutOfMemory(
-        f"device memory ran out: {format_bytes(reserved)} were reserved, the plan foresaw "
-        f"{format_bytes(plan.prediction.device_peak_bytes)} of {format_bytes(plan.inputs.limits.device_memory_bytes)}; "
-        f"plan again with a lower --device-memory, or with fewer tokens a micro-batch ({first_line(error)})"
-    )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _record(

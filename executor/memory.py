@@ -6,17 +6,22 @@ releases it.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from executor.layer import Documents
+from executor.out_of_memory import first_line
 from executor.store import BlockLayout, BlockState, HostStore, Plane, cuda_pinning, plane_dtype
+from simulator.errors import OutOfMemory
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
 from simulator.program import Buffer, Role, Tier
+from simulator.system import host_memory_available_bytes
+from simulator.units import format_bytes
 
 STATE_PLANES: tuple[Plane, ...] = ("low", "first_moment", "second_moment")
 
@@ -94,7 +99,15 @@ class Memory:
         return None
 
     def _host_zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        try:
+            return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            num_bytes = math.prod([shape] if isinstance(shape, int) else shape) * dtype.itemsize
+            raise OutOfMemory(
+                f"pinned host memory: {num_bytes} bytes ({format_bytes(num_bytes)}) for batches and scalars were "
+                f"refused ({first_line(error)}), {format_bytes(host_memory_available_bytes())} of host memory are "
+                "free; raise the limit (ulimit -l), end other programs, or plan again with a lower --host-memory"
+            ) from error
 
     def plane(self, buffer: str, block: int) -> torch.Tensor:
         """The flat tensor [num_elements] that `buffer` holds for `block`; slots and slabs serve blocks of any size."""

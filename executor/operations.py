@@ -55,6 +55,8 @@ class Operations:
         # Steps applied so far, per set of scalars: a skipped step does not count, and only the device knows.
         self.counts = {suffix: torch.zeros((), dtype=torch.int64, device=memory.device) for suffix in memory.scalars}
         self.norm = torch.zeros((), dtype=torch.float64, device=memory.device)
+        # Called before a block's state changes: a checkpoint that is being written may have to read it first.
+        self.before_update: Callable[[int], None] = lambda block: None
 
     def functions(self) -> Mapping[Kind, Callable[[Operation], None]]:
         """The table that the runner looks an operation's function up in."""
@@ -215,6 +217,7 @@ class Operations:
 
     def update(self, operation: Operation) -> None:
         memory, block = self.memory, operation.block
+        self.before_update(block)
         state = memory.state(block)
         gradient = memory.plane(operation.source("gradient"), block)
         suffix = "" if self.policy.clipping == "global" else f".{block}"

@@ -5,12 +5,9 @@ run failed.
 """
 
 import math
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,16 +24,18 @@ from executor.folder import require_free_disk
 from executor.huggingface import export, export_bytes, has_weights, initialise, load_weights, state_sink
 from executor.loggers import Logger, open_loggers, require_loggers
 from executor.operations import Optimization
+from executor.out_of_memory import doing
 from executor.progress import step_progress
+from executor.run_checkpoints import RunCheckpoints
 from executor.run_directory import EVALUATIONS, EXPORTED, load_lines
 from executor.schedule import learning_rate
 from executor.step_log import StepLog
+from executor.stop_requests import stop_requests
 from executor.tokenizer import ByteTokenizer
 from executor.trainer import StepResult, Trainer
 from simulator.errors import ConveyorError, InputError
 from simulator.freezing import frozen_patterns
 from simulator.model import ModelSpec
-from simulator.nearest import did_you_mean, nearest_name
 from simulator.policy import Policy, Workload
 from simulator.predict import StepFigures, step_figures
 from simulator.system import HostPeak
@@ -64,7 +63,10 @@ class Outcome:
 
 
 class Run:
-    """One training run on one device. Use `train`, then `close`."""
+    """One training run on one device. Use `prepare`, `train`, then `close`.
+
+    `before_start` is called when all inputs are checked and before memory is allocated.
+    """
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class Run:
         *,
         device: torch.device,
         say: Callable[[str], None] = print,
+        before_start: Callable[["Run"], None] = lambda run: None,
     ) -> None:
         self.config, self.model_config, self.model = config, model_config, model
         self.workload, self.policy, self.directory, self.device, self.say = workload, policy, directory, device, say
@@ -91,18 +94,29 @@ class Run:
         self.schedule = config.schedule(self.num_steps)
         self.loggers: list[Logger] = []
         self.eval_losses: list[float] = []
-        self.resume_from = _resume_from(config.resume, self.checkpoints)
+        self.resume_from = checkpoint.to_resume(config.resume, self.checkpoints)
         exported = not self.saves or (directory / EXPORTED).exists()
-        done = 0 if self.resume_from is None else checkpoint.read_record(self.resume_from).progress.step
-        if done > self.num_steps or (done == self.num_steps and exported):
+        record = None if self.resume_from is None else checkpoint.read_record(self.resume_from)
+        self.first_step = 0 if record is None else record.progress.step
+        if self.first_step > self.num_steps or (self.first_step == self.num_steps and exported):
             raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
+        self.saved = RunCheckpoints(
+            self.checkpoints, model, workload, policy, settings=self._settings(), keep=config.keep_checkpoints,
+            device=device,
+        )  # fmt: skip
+        if self.resume_from is not None and record is not None:
+            for line in self.saved.compare(self.resume_from, record, changes=config.resume_changes):
+                say(line)
         self._require_disk()
         for line in self.dataset.report.lines():
             say(line)
         if self.eval_dataset is not None:
             say(f"evaluation: {self.eval_dataset.rows.num_rows} rows, of {config.eval_data or 'the same data'}")
+        before_start(self)
         started = time.perf_counter()
-        self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
+        with doing("allocating the training state"):
+            self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
+        self.trainer.operations.before_update = self.saved.writer.before_update
         say(f"state allocated in {time.perf_counter() - started:.1f} s")
 
     @property
@@ -152,14 +166,18 @@ class Run:
     def prepare(self) -> None:
         """Fill the state: from a checkpoint, a model folder, or at random."""
         started = time.perf_counter()
-        self._fill_state()
+        with doing("filling the training state"):
+            self._fill_state()
         compiles = "; the first step compiles the layers" if self.workload.compiled else ""
         self.say(f"state filled in {time.perf_counter() - started:.1f} s{compiles}")
 
     def _fill_state(self) -> None:
         states = self.trainer.memory.states()
         if self.resume_from is not None:
-            progress = checkpoint.load(self.resume_from, model=self.model, states=states, settings=self._settings())
+            accepted = checkpoint.read_record(self.resume_from).settings  # compared before anything was allocated
+            progress = checkpoint.load(
+                self.resume_from, model=self.model, states=states, settings={}, accept=accepted.keys()
+            )
             self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
             self.steps_applied = progress.applied_steps
             earlier = load_lines(self.directory / EVALUATIONS)
@@ -195,7 +213,7 @@ class Run:
         with (
             step_progress(self.say, num_steps=self.num_steps, steps_done=first) as progress,
             HostPeak() as host_peak,
-            _stop_requests() as stop,
+            stop_requests() as stop,
         ):
             self.log = self._step_log(progress.say)
             clock = time.perf_counter()
@@ -215,6 +233,7 @@ class Run:
                 progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
 
             for step in range(first, self.num_steps):
+                self.saved.writer.raise_failure()
                 asked = time.perf_counter()
                 batch = self.dataset.batch(step)
                 data_waits[step] = time.perf_counter() - asked
@@ -233,7 +252,7 @@ class Run:
                 due = self.config.save_every and (step + 1) % self.config.save_every == 0
                 if self.saves and due and step + 1 < self.num_steps and not stop.is_set():
                     finished(trainer.drain())
-                    self._save()
+                    self.saved.save(trainer, seed=self.config.seed, beside_training=True)
                     clock = time.perf_counter()
                 if stop.is_set():
                     break
@@ -247,7 +266,7 @@ class Run:
                     "look for NaN in the model's weights, or lower learning_rate"
                 )
             if self.saves:
-                self._save()
+                self.saved.save(trainer, seed=self.config.seed)
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
                 raise Interrupted(f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}")
@@ -290,6 +309,7 @@ class Run:
         self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float] | None
     ) -> None:
         if not math.isfinite(result.gradient_norm) and self.policy.clipping != "global":
+            self.saved.writer.finish()
             newest = checkpoint.latest(self.checkpoints)
             raise ConveyorError(
                 f"step {result.step}: the gradient is not finite (loss {result.loss}), and with clipping "
@@ -304,26 +324,18 @@ class Run:
         if not result.applied:
             self.say(f"step {result.step}: the gradient is not finite; the step is skipped, nothing has changed")
 
-    def _save(self) -> None:
-        progress = checkpoint.Progress(
-            step=self.trainer.steps_done, applied_steps=self.trainer.steps_applied(),
-            data_position=self.trainer.steps_done, seed=self.config.seed,
-        )  # fmt: skip
-        checkpoint.save(
-            self.checkpoints, model=self.model, states=self.trainer.memory.states(), progress=progress,
-            settings=self._settings(), keep=self.config.keep_checkpoints,
-        )  # fmt: skip
-
     def _export(self) -> Path:
+        self.saved.writer.finish()
         tokenizer, config = self.dataset.tokenizer, dict(self.model_config)
         save_tokenizer = None
         if isinstance(tokenizer, ByteTokenizer):
             save_tokenizer = tokenizer.save
             config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": None}
-        return export(
-            self.directory / EXPORTED, model=self.model, config=config, states=self.trainer.memory.states(),
-            source=self.model_folder, save_tokenizer=save_tokenizer,
-        )  # fmt: skip
+        with doing("exporting the model"):
+            return export(
+                self.directory / EXPORTED, model=self.model, config=config, states=self.trainer.memory.states(),
+                source=self.model_folder, save_tokenizer=save_tokenizer,
+            )  # fmt: skip
 
     def _outcome(
         self, results: list[StepResult], seconds: list[float], host_peak_bytes: int, exported: Path | None
@@ -352,9 +364,11 @@ class Run:
         return max((point.num_bytes for point in self.trainer.runner.memory()), default=0)
 
     def close(self) -> None:
+        """Let a checkpoint that is being written become whole, also after a failure; end threads, free memory."""
         try:
             for logger in self.loggers:
                 logger.close()
+            self.saved.writer.finish()
         finally:
             self.trainer.close()
 
@@ -384,17 +398,6 @@ def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
     return math.ceil((config.num_epochs or 1) * dataset.steps_per_epoch)
 
 
-def _resume_from(resume: str, checkpoints: Path) -> Path | None:
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return checkpoint.latest(checkpoints) if checkpoints.is_dir() else None
-    if len(Path(resume).parts) == 1 and not Path(resume).exists():
-        hint = did_you_mean(nearest_name(resume, ("never", "auto")))
-        raise InputError(f"resume: {resume!r} is neither 'never', 'auto' nor the path of a checkpoint{hint}")
-    return Path(resume)
-
-
 def _device_bytes_in_use(device: torch.device) -> int:
     """Bytes of the device that are taken before the first allocation: its context, and other processes."""
     if device.type != "cuda":
@@ -402,23 +405,3 @@ def _device_bytes_in_use(device: torch.device) -> int:
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
-
-
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """The first interrupt asks the run to stop after its step; the next one is Python's own, or the front door's."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def ask(number: int, frame: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from executor.out_of_memory import doing
 from executor.streams import StreamWait
 from simulator.errors import ConveyorError
 from simulator.program import Kind, Operation, Program, Resource, Wait
@@ -80,7 +81,8 @@ class InlineRunner:
         for operation in program:
             after = self.observe(operation) if self.observe is not None else None
             start = time.perf_counter() - origin
-            self.functions[operation.kind](operation)
+            with doing(f"running operation {operation.name}"):
+                self.functions[operation.kind](operation)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             spans.append(_span(operation, start, time.perf_counter() - origin, ""))
@@ -185,7 +187,8 @@ class StreamRunner:
             if record:
                 launched.start = torch.cuda.Event(enable_timing=True)
                 launched.start.record(stream)
-            self.functions[operation.kind](operation)
+            with doing(f"launching operation {operation.name}"):
+                self.functions[operation.kind](operation)
             timed = record or operation.kind is Kind.REPORT
             launched.end = torch.cuda.Event(enable_timing=timed, blocking=True)
             launched.end.record(stream)
@@ -271,7 +274,7 @@ class HostWorker:
     def __init__(self, functions: Mapping[Kind, Function], device: torch.device) -> None:
         self.functions = functions
         self.device = device
-        self.finished_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.finished_word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.submitted = 0
         self.failure: BaseException | None = None
         self._progress = threading.Condition()
@@ -298,7 +301,8 @@ class HostWorker:
                         if awaited is not None and awaited.end is not None:
                             awaited.end.synchronize()
                     start = time.perf_counter()
-                    self.functions[launched.operation.kind](launched.operation)
+                    with doing(f"running operation {launched.operation.name}"):
+                        self.functions[launched.operation.kind](launched.operation)
                     launched.seconds += [start, time.perf_counter()]
                 except BaseException as error:  # handed to the launching thread, which raises it
                     self.failure = error

@@ -174,7 +174,8 @@ class HostStore:
         if planned.resident > free:
             raise OutOfMemory(
                 f"host memory short by {format_bytes(planned.resident - free)}: the training state needs "
-                f"{planned.resident} bytes ({format_bytes(planned.resident)}), {format_bytes(free)} are free"
+                f"{planned.resident} bytes ({format_bytes(planned.resident)}), {format_bytes(free)} are free; end "
+                "other programs, or plan again with a lower --host-memory"
             )
         self.bytes = planned if pinning else HostBytes(planned.resident, 0)
         self._unpin: Callable[[], object] | None = None
@@ -287,7 +288,8 @@ def _register(pinning: Pinning, ranges: Sequence[tuple[int, int]], registered: l
                     f"pinned host memory: cudaHostRegister refused {chunk} bytes ({format_bytes(chunk)}) after "
                     f"{format_bytes(done)} of {format_bytes(total)}: {pinning.describe(code)} (error {code}); "
                     f"locked memory is limited to {limit_text}, "
-                    f"{format_bytes(host_memory_available_bytes())} of host memory are free"
+                    f"{format_bytes(host_memory_available_bytes())} of host memory are free; raise the limit (ulimit "
+                    "-l), end other programs, or plan again with a lower --host-memory"
                 )
             registered.append(address + offset)
             done += chunk

@@ -47,5 +47,13 @@ def format_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds / 1e-6)} µs"
 
 
+def format_duration(seconds: float) -> str:
+    """How long a run takes, for people: from two minutes up in minutes, from two hours up in hours and minutes."""
+    if seconds < 120:
+        return format_seconds(seconds)
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}" if abs(value) >= 1e-3 else "0"

@@ -12,7 +12,7 @@ from planner.search import plan
 from simulator.costs import MeasuredCost, OperationCosts, operation_key, shape_hash
 from simulator.errors import InputError
 from simulator.policy import Workload
-from simulator.predict import predict
+from simulator.predict import TRAINING_PROCESS_BYTES, predict
 from simulator.timeline import Span, Timeline
 
 WORKLOAD = Workload(sequence_length=2048, tokens_per_step=4 * 2048, gradient_format="bf16", micro_batch_rows=1)
@@ -20,8 +20,8 @@ MODEL = toy_model(4, layer_elements=128 * 4000, edge_elements=128 * 4000)
 
 
 def planned() -> Plan:
-    """Everything on the device: a block would take 7 MB of a host that has 6."""
-    limits = Limits(device_memory_bytes=2**40, host_memory_bytes=6_000_000)
+    """Everything on the device: a block would take 7 MB of a host that has 4 beside the process."""
+    limits = Limits(device_memory_bytes=2**40, host_memory_bytes=TRAINING_PROCESS_BYTES + 4_000_000)
     return plan(MODEL, WORKLOAD, machine(), limits, with_baselines=False)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from analysis import commands, doctor
 from analysis.doctor import Check
-from simulator.units import GIB
+from executor import store
+from simulator.units import GIB, format_bytes
 
 
 def test_this_machine_has_what_it_needs() -> None:
@@ -76,9 +77,75 @@ def test_shadowed_names_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(11 * GIB, "ok"), (9 * GIB, "warning")])
-def test_a_full_disk_is_a_warning(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_warning(free: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_disk_bytes", lambda folder: free)
-    assert doctor.check_disk(Path("runs")).verdict == verdict
+    assert doctor.check_disk(tmp_path).verdict == verdict
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(GIB, "ok"), (GIB // 4, "blocker")])
+def test_hardly_any_host_memory_blocks(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose limit is nearly used up: torch cannot even be imported."""
+    monkeypatch.setattr(doctor, "host_memory_available_bytes", lambda: free)
+    check = doctor.check_host_memory()
+    assert check.verdict == verdict
+    assert format_bytes(free) in check.found
+
+
+def test_the_limit_on_pinned_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64 * 2**20, 64 * 2**20))
+    assert doctor.check_pinned_memory()[1:3] == ("64.0 MiB by `ulimit -l`", "ok")
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(0, "ok"), (2, "blocker")])
+def test_a_driver_that_refuses_to_pin_blocks(code: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def register(address: int, num_bytes: int) -> int:
+        if not code:
+            pinned.append(address)
+        return code
+
+    def unregister(address: int) -> int:
+        pinned.remove(address)
+        return 0
+
+    pinning = store.Pinning(register, unregister, lambda code: "out of memory")
+    monkeypatch.setattr(store, "cuda_pinning", lambda: pinning)
+    check = doctor.check_pinned_memory()
+    assert check.verdict == verdict
+    assert ("the driver refuses to pin 64.0 MiB: out of memory" in check.found) == bool(code)
+    assert not pinned
+
+
+def test_a_gpu_that_does_not_compute_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.ones", refuse)
+    check = doctor.check_device()
+    assert check.verdict == "blocker"
+    assert check.found.endswith("no kernel image is available for execution on the device")
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_told_with_memory_and_driver_and_pins() -> None:
+    check = doctor.check_device()
+    assert check.verdict == "ok"
+    assert all(words in check.found for words in ("free", "driver", "CUDA"))
+    assert doctor.check_pinned_memory().verdict == "ok"
+
+
+def test_a_driver_without_a_torch_for_it_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: "580.95.05")
+    check = doctor.check_device()
+    assert (check.verdict, "580.95.05" in check.found) == ("warning", True)
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    assert doctor.check_disk(Path.cwd()).verdict == "warning"
 
 
 def compiler(folder: Path, script: str) -> Path:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.errors import InputError
-from simulator.units import GIB, KIB, MIB, TIB, format_bytes, format_seconds, parse_bytes
+from simulator.units import GIB, KIB, MIB, TIB, format_bytes, format_duration, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,21 @@ def test_sizes_are_written_in_the_largest_unit(num_bytes: float, expected: str) 
 )
 def test_durations_are_written_with_three_digits_and_no_exponent(seconds: float, expected: str) -> None:
     assert format_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (7.25, "7.25 s"),
+        (119.0, "119 s"),
+        (120.0, "2 min"),
+        (7180.0, "2 h 0 min"),
+        (7169.0, "119 min"),
+        (90_000, "25 h 0 min"),
+    ],
+)
+def test_long_durations_are_written_in_minutes_and_hours(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
 
 
 @given(st.integers(0, 2**60))
