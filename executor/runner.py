@@ -27,8 +27,8 @@ Function = Callable[[Operation], None]
 PATIENCE_SECONDS = 600.0
 # Compute operations launched and not finished, at most. CUDA queues 1,024 launches, and torch launches its compiled
 # kernels with the interpreter lock held: a full queue behind a wait for the worker would keep from the worker the
-# lock that it needs to end that wait. A layer's operation is some 20 to 50 launches.
-LAUNCH_AHEAD = 12
+# lock that it needs to end that wait. A layer's operation is some 20 to 60 launches.
+LAUNCH_AHEAD = 8
 
 
 class Runner(Protocol):
@@ -156,9 +156,10 @@ class StreamRunner:
     def run(self, program: Program, *, record: bool = False) -> None:
         """Launch a program. Returns before it has finished."""
         self.launched_before, self.launched = self.launched, {}
-        if record or self._report_clock is None:
+        if record:
             self._reference = self._clock_reference()
-            self._report_clock = self._report_clock or self._reference
+        if self._report_clock is None:
+            self._report_clock = self._clock_reference()
         for operation in program:
             self.worker.raise_failure()
             if operation.resource is Resource.HOST:
@@ -241,7 +242,7 @@ class StreamRunner:
 
     def spans(self) -> list[Span]:
         """Spans of the last recorded program, seconds from its first operation; waits until all of it has finished."""
-        if self._reference is None:
+        if self._reference is None or not self._recorded:
             return []
         event, clock = self._reference
         times: dict[str, tuple[float, float]] = {}

@@ -11,8 +11,8 @@ from simulator.program import Kind, Operation, Program, Resource, Wait
 
 pytestmark = pytest.mark.gpu
 
-# Launches of one operation; with all operations several times what CUDA queues.
-LAUNCHES, OPERATIONS = 60, 100
+# Additions of one operation, two launches each; with all operations several times what CUDA queues.
+ADDITIONS, OPERATIONS = 40, 100
 
 
 def test_the_queue_of_launches_never_fills_behind_a_wait_for_the_worker():
@@ -24,7 +24,7 @@ def test_the_queue_of_launches_never_fills_behind_a_wait_for_the_worker():
     add(values)
 
     def forward(operation: Operation) -> None:
-        for _ in range(LAUNCHES):
+        for _ in range(ADDITIONS):
             values.copy_(add(values))
 
     def update(operation: Operation) -> None:
@@ -46,5 +46,5 @@ def test_the_queue_of_launches_never_fills_behind_a_wait_for_the_worker():
     finally:
         faulthandler.cancel_dump_traceback_later()
     runner.synchronize()
-    assert values[0].item() == LAUNCHES * OPERATIONS
+    assert values[0].item() == ADDITIONS * OPERATIONS
     runner.close()

@@ -18,22 +18,25 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * num_columns
+    target = tl.load(targets + row)
+    counts = target >= 0
+    column = tl.maximum(target, 0)
     # Finite: -inf minus -inf, in lanes past the last column, would be NaN.
     maximum = tl.full((TILE,), -3.0e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
+    at_column = tl.zeros((TILE,), tl.float32)
     for start in range(0, num_columns, TILE):
         at = start + tl.arange(0, TILE)
         value = tl.load(first + at, mask=at < num_columns, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(maximum, value)
         total = total * tl.exp(maximum - larger) + tl.exp(value - larger)
         maximum = larger
+        at_column += tl.where(at == column, value, 0.0)
     highest = tl.max(maximum, axis=0)
     log_sum = highest + tl.log(tl.sum(total * tl.exp(maximum - highest), axis=0))
 
-    target = tl.load(targets + row)
-    counts = target >= 0
-    column = tl.maximum(target, 0)
-    log_p = tl.load(first + column).to(tl.float32) - log_sum
+    # Picked out above, not loaded here: a warp ahead of this one may have written its gradient there already.
+    log_p = tl.sum(at_column, axis=0) - log_sum
     tl.store(losses + row, tl.where(counts, -log_p, 0.0))
     if WITH_GRADIENT:
         # p - 1 from the exact log p: near p = 1 the difference would lose the digits that matter.
