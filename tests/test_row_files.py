@@ -4,16 +4,17 @@ import csv
 import json
 import sys
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_cases import all_shown, corpus_of, skipped
 
 import executor.data.row_files
 from executor.data.row_files import read_records
 from simulator.errors import InputError
+
+datasets = pytest.importorskip("datasets", reason="needs the extras `parquet` and `hub`")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 ROWS = [
     {"prompt": "What is 2+2?\nSay:", "completion": ' "4", of course'},
