@@ -188,7 +188,7 @@ def test_shared_memory_counts_both_tiers_against_the_host() -> None:
     ("device_gib", "host_gib", "resource", "other_way"),
     [
         (6, 120, "device memory", None),
-        (24, 89, "host memory", "device memory"),
+        (24, 87, "host memory", "device memory"),
         (20, 64, "device memory", "host memory"),
     ],
 )
