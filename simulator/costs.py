@@ -11,42 +11,15 @@ from functools import cached_property
 import numpy
 import pydantic
 
-from simulator import formulas
 from simulator.errors import InputError
-from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
 from simulator.freezing import unfrozen
-from simulator.hardware import HardwareProfile, LinkDirection
+from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
-from simulator.placement import batch_bytes
-from simulator.policy import SAVE_LEVELS, Policy, Workload
-from simulator.program import Buffer, Kind, Operation, Resource, Role
+from simulator.policy import Policy, Workload
+from simulator.program import Buffer, Kind, Operation, Role
 from simulator.replay import Price, Sharing
+from simulator.roofline import Roofline
 from simulator.schema import Schema, identity_hash
-
-# Share of the forward that a backward repeats at each save level: measured on one Qwen2.5-7B layer, H200, 16K tokens.
-RECOMPUTED_SHARE: dict[str, float] = {
-    "keep": 0.0,
-    "budget_70": 0.0,
-    "budget_50": 0.15,
-    "budget_30": 0.42,
-    "budget_10": 0.64,
-    "input": 0.74,
-}
-# Share of the bytes that level "keep" keeps, beside the layer's input: same measurement.
-KEPT_SHARE: dict[str, float] = {
-    "keep": 1.0,
-    "budget_70": 0.66,
-    "budget_50": 0.5,
-    "budget_30": 0.3,
-    "budget_10": 0.1,
-    "input": 0.0,
-}
-# Where nothing is measured: what eager keeps beyond a compiled layer, and the share of peak that kernels reach.
-EAGER_KEPT_FACTOR = 2.0
-BACKWARD_ELEMENTWISE_FACTOR = 2.0
-# Kernels that a layer launches, forward and backward: eager, counted by dispatch on Llama and Qwen2 layers; compiled,
-# its matrix products and attention with about one fused kernel between neighbours.
-LAUNCHES = {False: (40, 75), True: (14, 30)}
 
 
 class MeasuredCost(Schema):
@@ -149,7 +122,7 @@ class Pricing:
         self.model, self.workload, self.policy, self.hardware = model, workload, policy, hardware
         self.entries = dict(costs.entries) if costs is not None else {}
         self.compute_beside_copies = costs.compute_beside_copies if costs is not None else 1.0
-        self.tokens = policy.micro_batch_rows * workload.sequence_length
+        self.roofline = Roofline(model, workload, policy, hardware)
         self.origins: dict[str, str] = {}  # operation key -> measured | interpolated | roofline
         self._prices: dict[str, Price] = {}
         self._kept_bytes: dict[str, int] = {}  # by operation key of the forward
@@ -168,7 +141,7 @@ class Pricing:
         key = f"forward.{block.kind}.{block.variant}.{buffer.level}.{self._rows}"
         if key not in self._kept_bytes:
             measured = self._kept_at_rows(key)
-            self._kept_bytes[key] = self._roofline_kept_bytes(buffer.level) if measured is None else measured
+            self._kept_bytes[key] = self.roofline.kept_bytes(buffer.level) if measured is None else measured
         return self._kept_bytes[key]
 
     @cached_property
@@ -192,12 +165,12 @@ class Pricing:
 
     def _price(self, key: str, operation: Operation) -> Price:
         measured = self._measured(key, operation) or self._measured_like(key, operation)
-        seconds = measured.seconds if measured is not None else self._roofline_seconds(operation)
+        seconds = measured.seconds if measured is not None else self.roofline.seconds(operation)
         self.origins[key] = "roofline" if measured is None else "measured" if key in self.entries else "interpolated"
         transient = None if measured is None else measured.transient_bytes
         if transient is None:
-            transient = self._roofline_transient_bytes(operation)
-        return Price(seconds, self._dram_bytes(operation), transient)
+            transient = self.roofline.transient_bytes(operation)
+        return Price(seconds, self.roofline.dram_bytes(operation), transient)
 
     def _measured(self, key: str, operation: Operation) -> MeasuredCost | None:
         """The entry of `key`, one between measured row counts, or the nearest one scaled as the rooflines are."""
@@ -216,11 +189,11 @@ class Pricing:
             # Launches, sums over micro-batches and slow small products do not shrink with the rows: rooflines know.
             near_rows, near = points[0] if rows < at[0] else points[-1]
             there = self._at_rows(near_rows)
-            seconds = near.seconds * self._roofline_seconds(operation) / there._roofline_seconds(operation)
+            seconds = near.seconds * self.roofline.seconds(operation) / there.seconds(operation)
             transient = near.transient_bytes
             if transient is not None:
-                here = self._roofline_transient_bytes(operation)
-                transient = round(transient * here / max(1, there._roofline_transient_bytes(operation)))
+                here = self.roofline.transient_bytes(operation)
+                transient = round(transient * here / max(1, there.transient_bytes(operation)))
         return MeasuredCost(seconds=seconds, transient_bytes=transient, source="interpolated over rows")
 
     def _measured_like(self, key: str, operation: Operation) -> MeasuredCost | None:
@@ -238,7 +211,7 @@ class Pricing:
         found = whole._measured(operation_key(like, whole.model, self.workload, self.policy), like)
         if found is None:
             return None
-        share = self._roofline_seconds(operation) / whole._roofline_seconds(like)
+        share = self.roofline.seconds(operation) / whole.roofline.seconds(like)
         return found.model_copy(update={"seconds": found.seconds * share, "source": f"scaled from {like.kind.value}"})
 
     @cached_property
@@ -270,10 +243,10 @@ class Pricing:
         found = self._same_prefix(prefix, sequence_length)
         return sorted(((int(other.rpartition(".")[2].split("x")[0]), cost) for other, cost in found), key=_first)
 
-    def _at_rows(self, rows: int) -> "Pricing":
-        """The same prices for another micro-batch size."""
+    def _at_rows(self, rows: int) -> Roofline:
+        """The roofline of another micro-batch size."""
         policy = self.policy.model_copy(update={"micro_batch_rows": rows})
-        return Pricing(self.model, self.workload, policy, self.hardware)
+        return Roofline(self.model, self.workload, policy, self.hardware)
 
     def _same_prefix(self, prefix: str, sequence_length: int) -> list[tuple[str, MeasuredCost]]:
         return [
@@ -281,153 +254,6 @@ class Pricing:
             for key, cost in self.entries.items()
             if key.rpartition(".")[0] == prefix and key.endswith(f"x{sequence_length}")
         ]
-
-    # Rooflines: the larger of arithmetic and memory time, or their sum where kernels alternate.
-
-    def _roofline_seconds(self, operation: Operation) -> float:
-        model, hardware, precision = self.model, self.hardware, self.workload.precision
-        width = PRECISIONS[precision]
-        if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) and operation.block in model.layers:
-            forward = self._layer_forward_seconds(operation.block)
-            if operation.kind is not Kind.BACKWARD:
-                return forward
-            share = RECOMPUTED_SHARE[operation.level]
-            recomputed = 1.0 if share and not self.workload.compiled else share
-            return self._layer_backward_seconds(operation.block) + forward * recomputed
-        elements = model.block(operation.block).num_elements if operation.block >= 0 else 0
-        completed = gradient_bytes(precision, self.policy.gradient_format)
-        hbm = hardware.hbm_bytes_per_second.value
-        launch = hardware.launch_seconds.value
-        match operation.kind:
-            case Kind.FORWARD:  # embedding: a gather
-                return launch + 2 * self.tokens * model.hidden_size * width.weight / hbm
-            case Kind.BACKWARD:  # embedding: a scatter over the whole accumulator
-                return launch + (elements * width.accumulator + 4 * self.tokens * model.hidden_size * 4) / hbm
-            case Kind.LOSS:
-                rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
-                logits = self.tokens * model.vocab_size
-                chunks = -(-self.tokens // self.policy.head_chunk_tokens)
-                sums = chunks * model.vocab_size * model.hidden_size  # the projection's gradient, added a chunk
-                # One kernel and sums in the product on CUDA; plain operations, slice after slice, elsewhere.
-                num_bytes, a_sum = (8 * logits, 8) if self._fused_loss else (20 * logits, 10)
-                passes = 1 + (model.trained_blocks[0] < model.head)  # logits, and the gradient of what they come from
-                if not model.projection.frozen:
-                    passes, num_bytes = passes + 1, num_bytes + a_sum * sums
-                return passes * formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
-            case Kind.EVALUATE:
-                rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
-                num_bytes = (4 if self._fused_loss else 10) * self.tokens * model.vocab_size
-                return formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
-            case Kind.FINISH_GRADIENT:
-                return launch + elements * (width.accumulator + completed) / hbm
-            case Kind.UPDATE:
-                state = state_bytes(precision, self.policy.state_format) + width.weight
-                traffic = elements * (2 * state + completed)
-                if operation.resource is Resource.HOST:
-                    return traffic / hardware.host_optimizer_bytes_per_second.value
-                return launch + traffic / hbm
-            case Kind.LOAD_WEIGHTS:
-                return self._link_seconds("h2d", elements * width.weight)
-            case Kind.STORE_GRADIENT:
-                return self._link_seconds("d2h", elements * completed)
-            case Kind.LOAD_BATCH:
-                return self._link_seconds("h2d", batch_bytes(self.tokens, packed=self.workload.packed) - 8)
-            case _:
-                return 4 * launch
-
-    @property
-    def _fused_loss(self) -> bool:
-        return self.hardware.device.kind == "cuda" and self.workload.precision == "bf16"
-
-    def _link_seconds(self, direction: LinkDirection, num_bytes: int) -> float:
-        rate = self.hardware.link_bytes_per_second(direction, num_bytes)
-        return self.hardware.launch_seconds.value + num_bytes / rate
-
-    def _layer_forward_seconds(self, block: int) -> float:
-        model, hardware, precision = self.model, self.hardware, self.workload.precision
-        matmul = formulas.layer_matmul_flops(model, block, self.tokens)
-        attention = formulas.layer_attention_flops(
-            model, block, self.policy.micro_batch_rows, self.workload.sequence_length
-        )
-        seconds = (
-            matmul / hardware.matmul_flops_per_second(precision, self.tokens)
-            + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "forward")
-            + self._layer_elementwise_seconds(block)
-        )
-        return max(seconds, LAUNCHES[self.workload.compiled][0] * hardware.launch_seconds.value)
-
-    def _layer_backward_seconds(self, block: int) -> float:
-        model, hardware, precision = self.model, self.hardware, self.workload.precision
-        # The gradient of the input takes all matrices, those of the weights the trained ones.
-        trained = formulas.layer_matmul_flops(model, block, self.tokens, trained_only=True)
-        matmul = formulas.layer_matmul_flops(model, block, self.tokens) + trained
-        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
-        attention = 2 * formulas.layer_attention_flops(model, block, rows, sequence_length)
-        accumulate = 10 * model.block(block).num_trained_elements / hardware.hbm_bytes_per_second.value
-        seconds = (
-            matmul / hardware.matmul_flops_per_second(precision, self.tokens)
-            + attention / hardware.attention_flops_per_second(precision, self.workload.sequence_length, "backward")
-            + BACKWARD_ELEMENTWISE_FACTOR * self._layer_elementwise_seconds(block)
-            + accumulate
-        )
-        return max(seconds, LAUNCHES[self.workload.compiled][1] * hardware.launch_seconds.value)
-
-    def _layer_elementwise_seconds(self, block: int) -> float:
-        width = PRECISIONS[self.workload.precision].weight
-        num_bytes = formulas.layer_elementwise_elements(self.model, self.tokens) * width
-        # Compiled kernels fuse: about half the traffic of eager ones.
-        num_bytes /= 2.0 if self.workload.compiled else 1.0
-        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
-        num_bytes += 4 * formulas.capped_score_accesses(self.model, block, rows, sequence_length)
-        return num_bytes / self.hardware.hbm_bytes_per_second.value
-
-    def _roofline_kept_bytes(self, level: str) -> int:
-        model = self.model
-        kept = 5 * model.hidden_size + 3 * model.intermediate_size
-        if not self.workload.compiled:
-            kept = int(EAGER_KEPT_FACTOR * kept)
-        return round(KEPT_SHARE[level] * self.tokens * kept * PRECISIONS[self.workload.precision].weight)
-
-    def _roofline_transient_bytes(self, operation: Operation) -> int:
-        model, width = self.model, PRECISIONS[self.workload.precision].weight
-        layer = self.tokens * (4 * model.hidden_size + 3 * model.intermediate_size) * width
-        rows, sequence_length = self.policy.micro_batch_rows, self.workload.sequence_length
-        layer += 6 * 4 * formulas.capped_chunk_elements(model, rows, sequence_length)  # six tensors of scores in fp32
-        match operation.kind:
-            case Kind.FORWARD | Kind.RECOMPUTE if operation.block in model.layers:
-                return layer
-            case Kind.BACKWARD if operation.block in model.layers:
-                recomputed = self._roofline_kept_bytes("keep") if operation.level != "keep" else 0
-                return layer + recomputed + model.block(operation.block).num_elements * width
-            case Kind.LOSS | Kind.EVALUATE:
-                chunk = min(self.policy.head_chunk_tokens, self.tokens)
-                hidden = 4 * self.tokens * model.hidden_size * width
-                if self._fused_loss:
-                    return chunk * model.vocab_size * width + hidden
-                vocabulary = model.vocab_size * model.hidden_size * width
-                return chunk * model.vocab_size * (width + 8) + vocabulary + hidden
-            case Kind.BACKWARD:
-                return 4 * self.tokens * model.hidden_size * 4
-            case _:
-                return 0
-
-    def _dram_bytes(self, operation: Operation) -> float:
-        """Host DRAM traffic: what a copy moves, and what a host update reads and writes."""
-        if operation.block < 0:
-            return 0.0
-        elements = self.model.block(operation.block).num_elements
-        precision = self.workload.precision
-        completed = gradient_bytes(precision, self.policy.gradient_format)
-        weight = PRECISIONS[precision].weight
-        match operation.kind:
-            case Kind.LOAD_WEIGHTS:
-                return float(elements * weight)
-            case Kind.STORE_GRADIENT:
-                return float(elements * completed)
-            case Kind.UPDATE if operation.resource is Resource.HOST:
-                return float(elements * (2 * (state_bytes(precision, self.policy.state_format) + weight) + completed))
-            case _:
-                return 0.0
 
 
 def _check_costs(costs: OperationCosts, model: ModelSpec, workload: Workload) -> None:
@@ -442,6 +268,3 @@ def _check_costs(costs: OperationCosts, model: ModelSpec, workload: Workload) ->
 
 def _execution(compiled: bool) -> str:
     return "compiled" if compiled else "eager"
-
-
-assert set(RECOMPUTED_SHARE) == set(KEPT_SHARE) == set(SAVE_LEVELS)
