@@ -94,6 +94,7 @@ def plan(arguments: argparse.Namespace) -> int:
         state_format="fp32" if arguments.state_format == "auto" else arguments.state_format,
         clipping=arguments.clipping,
         compiled=compiled,
+        packed=arguments.packed,
     )
     costs = OperationCosts.load(arguments.costs) if arguments.costs else None
     if arguments.calibrate:

@@ -88,6 +88,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
     workload.add_argument("--tokens-per-step", metavar="N", type=count, required=True, help="tokens in a training step")
     workload.add_argument("--micro-batch-rows", metavar="N", type=count, help="rows in a micro-batch; default: planned")
+    workload.add_argument("--packed", action="store_true", help="rows hold several documents (packing in a run config)")
     _numbers(workload)
     workload.add_argument("--state-format", choices=("fp32", "8bit", "auto"), default="fp32", help="[%(default)s]")
     workload.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")

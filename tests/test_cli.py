@@ -56,7 +56,7 @@ def test_options_of_plan() -> None:
         "plan --model qwen --hardware h200 --sequence-length 1024 --tokens-per-step 98304 --device-memory 24GiB "
         "--host-memory 96GB --nvme-memory 0 --state-format auto --gradient-format bf16 --clipping layerwise "
         "--precision fp32 --eager --costs costs.json --calibrate runs/a runs/b --micro-batch-rows 4 "
-        "--freeze model.layers.0.* *.bias --output plan.json --json"
+        "--freeze model.layers.0.* *.bias --packed --output plan.json --json"
     )
     assert vars(parse(line.split())) == {
         "command": "plan",
