@@ -76,6 +76,7 @@ def test_options_of_plan() -> None:
         "calibrate": ["runs/a", "runs/b"],
         "micro_batch_rows": 4,
         "freeze": ["model.layers.0.*", "*.bias"],
+        "packed": True,
         "output": "plan.json",
         "json": True,
     }
@@ -106,6 +107,10 @@ def test_options_of_plan() -> None:
             {"config": None, "plan": "p.json", "data": "synthetic", "output": "out", "overrides": ["seed=3", "x.y=1"]},
         ),
         ("train runs/a=b/run.yaml", {"config": "runs/a=b/run.yaml", "overrides": []}),
+        (
+            "bench matrix.yaml --hardware h --case a --case b --results r.json --clip clipped --no-plain",
+            {"matrix": "matrix.yaml", "case": ["a", "b"], "results": "r.json", "clip": "clipped", "no_plain": True},
+        ),
         ("plot runs/a runs/b --output figures", {"runs": ["runs/a", "runs/b"], "output": "figures"}),
         ("doctor", {"command": "doctor"}),
     ],
