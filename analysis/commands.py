@@ -163,6 +163,7 @@ def train(arguments: argparse.Namespace) -> int:
     from executor.folder import require_path
     from executor.launch import launch, require_own_directory, settled
     from executor.loggers import require_loggers
+    from executor.run import run_data
     from planner.explain import plan_table
     from planner.plan import Plan
     from simulator.errors import InputError
@@ -200,7 +201,10 @@ def train(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             planned = given or _plan_for(config, model, Path(folder), say=lambda line: print(f"# {line}"))
         print(resolved_yaml(settled(config, planned)), end="")
-        print(textwrap.indent(plan_table(planned), "# ", lambda line: True), end="")  # all of it stays YAML
+        print(textwrap.indent(plan_table(planned), "# ", lambda line: True))  # all of it stays YAML
+        for dataset in run_data(settled(config, planned), model, planned.inputs.workload, say=lambda line: None):
+            if dataset is not None:
+                print(textwrap.indent("\n".join(dataset.report.lines()), "# ", lambda line: True))
         return 0
     planned = given or _plan_for(config, model, Path(config.output))
     print(plan_table(planned))

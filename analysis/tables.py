@@ -46,6 +46,15 @@ _INPUTS = {
 }
 
 
+def text_share(record: RunRecord) -> float:
+    """The part of a measured step's tokens that was text and not padding; a prediction counts all of them."""
+    workload = record.inputs.get("workload")
+    tokens = workload.get("tokens_per_step") if isinstance(workload, dict) else None
+    if record.measured is None or not isinstance(tokens, int):
+        return 1.0
+    return record.measured.tokens_per_second * record.measured.step_seconds / tokens
+
+
 def error_share(predicted: float, measured: float) -> float:
     """How far a prediction lies above (+) or below (-) what was measured, as a share of that. NaN where it is 0."""
     return predicted / measured - 1 if measured else math.nan
@@ -147,6 +156,8 @@ def figures(record: RunRecord) -> pandas.DataFrame:
         )
         if not predicted and not measured:
             continue  # a tier that the run does not use
+        if key == "tokens_per_second" and predicted and measured:
+            predicted *= text_share(record)
         row = {"": title, "predicted": _written(predicted, write), "measured": _written(measured, write)}
         if predicted is not None and measured is not None:
             row["error"] = format_error(error_share(predicted, measured))

@@ -224,13 +224,15 @@ def _record(
 def comparison(plan: Plan, outcome: Outcome, predicted: Timeline) -> list[str]:
     """Predicted against measured, in lines: step, TFLOPS, memory, and the operations that deviate most."""
     expected, found = plan.prediction, outcome.figures
+    # Padding is computed and is no text: compared is the prediction's part that is text.
+    text = found.tokens_per_second * found.step_seconds / plan.inputs.workload.tokens_per_step
     error = expected.step_seconds / found.step_seconds - 1
     seconds = [format_seconds(figures.step_seconds) for figures in (expected, found)]
     lines = [
         "                 predicted     measured",
         f"step time    {seconds[0]:>13}{seconds[1]:>13}  (error {error:+.1%})",
         f"TFLOPS       {expected.tflops:>13.4g}{found.tflops:>13.4g}  (6 N T, N = {plan.model.num_parameters:,})",
-        f"tokens/s     {expected.tokens_per_second:>13.5g}{found.tokens_per_second:>13.5g}",
+        f"tokens/s     {expected.tokens_per_second * text:>13.5g}{found.tokens_per_second:>13.5g}",
         f"device peak  {format_bytes(expected.device_peak_bytes):>13}{format_bytes(found.device_peak_bytes):>13}",
         f"host peak    {format_bytes(expected.host_peak_bytes):>13}{format_bytes(found.host_peak_bytes):>13}",
         "largest deviations, seconds a step:",

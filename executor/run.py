@@ -87,7 +87,7 @@ class Run:
         folder = Path(config.model) if config.model is not None else None
         self.model_folder = folder if folder is not None and has_weights(folder) else None
         require_loggers(config.loggers)
-        self.dataset, self.eval_dataset = _open_datasets(config, model, workload, folder, say)
+        self.dataset, self.eval_dataset = run_data(config, model, workload, say=say)
         self.num_steps = _num_steps(config, self.dataset)
         self.timeline: Timeline | None = None  # of the step recorded last
         self.steps_applied = 0
@@ -100,6 +100,15 @@ class Run:
         self.first_step = 0 if record is None else record.progress.step
         if self.first_step > self.num_steps or (self.first_step == self.num_steps and exported):
             raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
+        if record is not None:
+            earlier = load_lines(directory / EVALUATIONS)
+            losses = [row["eval_loss"] for row in earlier if row["step"] < self.first_step]
+            self.eval_losses = [math.nan if loss is None else loss for loss in losses]  # null: it was not finite
+            if exported and self._should_stop_early():
+                raise InputError(
+                    f"{self.resume_from}: the run is complete, it stopped early after {self.first_step} of "
+                    f"{self.num_steps} steps; to go on, raise early_stop_patience or leave it out"
+                )
         self.saved = RunCheckpoints(
             self.checkpoints, model, workload, policy, settings=self._settings(), keep=config.keep_checkpoints,
             device=device,
@@ -180,9 +189,6 @@ class Run:
             )
             self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
             self.steps_applied = progress.applied_steps
-            earlier = load_lines(self.directory / EVALUATIONS)
-            losses = [row["eval_loss"] for row in earlier if row["step"] < progress.step]
-            self.eval_losses = [math.nan if loss is None else loss for loss in losses]  # null: it was not finite
             self.say(f"resumed from {self.resume_from} after {progress.step} steps")
             return
         if self.model_folder is not None:
@@ -373,9 +379,11 @@ class Run:
             self.trainer.close()
 
 
-def _open_datasets(
-    config: TrainConfig, model: ModelSpec, workload: Workload, folder: Path | None, say: Callable[[str], None]
+def run_data(
+    config: TrainConfig, model: ModelSpec, workload: Workload, *, say: Callable[[str], None]
 ) -> tuple[Dataset, Dataset | None]:
+    """What a run trains on, and what it is evaluated on, if anything. Raises InputError naming file and row."""
+    folder = Path(config.model) if config.model is not None else None
     return open_datasets(
         config.data, eval_source=config.eval_data, eval_fraction=config.eval_fraction, vocab_size=model.vocab_size,
         sequence_length=workload.sequence_length, rows_per_step=workload.rows_per_step, seed=config.seed,

@@ -1,6 +1,7 @@
 """Interrupts of a training run: the first asks it to stop after its step, the second ends it."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ def stop_requests() -> Iterator[threading.Event]:
 
     def ask(number: int, frame: object) -> None:
         stop.set()
+        print(
+            "conveyor: stopping after this step, then saving; interrupt again to end at once, without saving",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, ask)

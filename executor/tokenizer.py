@@ -121,6 +121,7 @@ class ByteTokenizer:
         specials = _BYTE_SPECIALS[: self.pad_id - 255]
         library.add_special_tokens(list(specials))
         fast = PreTrainedTokenizerFast(tokenizer_object=library, eos_token=specials[0], pad_token=specials[-1])
+        fast.chat_template = _PLAIN_TEMPLATE
         fast.save_pretrained(folder)
 
 
@@ -200,6 +201,15 @@ class FolderTokenizer:
                 f"{self.vocab_size} entries; they do not belong together"
             )
         return tokens
+
+
+# What `_plain_layout` writes, for whoever chats with the exported model.
+_PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def _plain_layout(messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:

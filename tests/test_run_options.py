@@ -137,8 +137,10 @@ def test_a_run_stops_early_when_evaluations_stop_improving_and_stays_stopped(
     assert len(found.metrics) == 2 * len(losses)
     assert any("stopped early" in line and "2 evaluations without a lower loss" in line for line in said)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    again = run(config.model_copy(update={"resume": "auto"}), planned, model)
-    assert len(again.metrics) == len(found.metrics)
+    record = (tmp_path / "run" / "run.json").read_bytes()
+    with pytest.raises(InputError, match="complete, it stopped early after"):
+        run(config.model_copy(update={"resume": "auto"}), planned, model)
+    assert (tmp_path / "run" / "run.json").read_bytes() == record
 
 
 def test_patience_counts_evaluations_from_before_a_resume(

@@ -81,3 +81,15 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     (broken / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="broken: its tokenizer cannot be read"):
         open_tokenizer(broken, vocab_size=320)
+
+
+def test_the_exported_byte_tokenizer_chats_as_it_was_trained(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = ByteTokenizer(300)
+    tokenizer.save(tmp_path)
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for count, prompts in ((2, False), (1, True)):
+        text = loaded.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompts)
+        assert text == tokenizer.render(messages[:count], add_generation_prompt=prompts)
