@@ -27,7 +27,7 @@ from executor.operations import Optimization
 from executor.out_of_memory import doing
 from executor.progress import step_progress
 from executor.run_checkpoints import RunCheckpoints
-from executor.run_directory import EVALUATIONS, EXPORTED, load_lines
+from executor.run_directory import EXPORTED, load_eval_losses
 from executor.schedule import learning_rate
 from executor.step_log import StepLog
 from executor.stop_requests import stop_requests
@@ -130,7 +130,7 @@ class Run:
 
     def _optimization(self) -> Optimization:
         config = self.config
-        rates = [learning_rate(step, self.schedule) for step in range(self.num_steps)]
+        rates = (learning_rate(step, self.schedule) for step in range(self.num_steps))
         dtype = torch.float64 if self.workload.precision == "fp64" else torch.float32
         table = step_scalars(rates, config.betas, config.weight_decay, dtype=dtype)
         return Optimization(table, config.betas, config.epsilon, config.max_grad_norm)
@@ -180,9 +180,7 @@ class Run:
             )
             self.trainer.start(steps_done=progress.step, steps_applied=progress.applied_steps)
             self.steps_applied = progress.applied_steps
-            earlier = load_lines(self.directory / EVALUATIONS)
-            losses = [row["eval_loss"] for row in earlier if row["step"] < progress.step]
-            self.eval_losses = [math.nan if loss is None else loss for loss in losses]  # null: it was not finite
+            self.eval_losses = load_eval_losses(self.directory, before_step=progress.step)
             self.say(f"resumed from {self.resume_from} after {progress.step} steps")
             return
         if self.model_folder is not None:
