@@ -15,6 +15,7 @@ from front_door import WORKLOAD, content, training
 from analysis.cli import main
 from executor.adamw import step_scalars
 from executor.folder import discard, taken_folder
+from executor.run import MOST_LOST_STEPS
 from executor.schedule import MOST_STEPS, check_schedule
 from executor.shard import read_header
 from executor.yaml_mapping import parse_yaml_value, read_yaml_mapping
@@ -246,3 +247,21 @@ def test_a_checkpoint_of_more_applied_steps_than_done_ones_is_damaged(given, tmp
     record.write_text(json.dumps(changed))
     err = complaint(*training(given, tmp_path / "run", "save_every=2", "resume=auto"))
     assert "applied_steps is 1000, more than the 4 steps done" in err
+
+
+# A run that diverges
+
+
+def test_a_run_that_diverged_fails_and_keeps_the_checkpoints_from_before(given, tmp_path, complaint):
+    output = tmp_path / "run"
+    early_stop = ["eval_fraction=0.2", "eval_every=1", "early_stop_patience=2"]
+    err = complaint(*training(given, output, "learning_rate=1e30", "save_every=1"), code=1)
+    assert "the loss has not been finite since step 1: the weights have diverged, and no model is exported" in err
+    assert not (output / "model").exists()
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000001"]
+    assert json.loads((output / "run.json").read_text())["status"] == "failed"
+    err = complaint(*training(given, tmp_path / "b", "learning_rate=1e30", "max_steps=30", *early_stop), code=1)
+    assert "the weights have diverged" in err
+    complaint(*training(given, tmp_path / "c", "learning_rate=1e30", "max_steps=300"), code=1)
+    lines = (tmp_path / "c" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) <= 1 + MOST_LOST_STEPS  # not 300: the weights cannot recover
