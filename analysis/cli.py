@@ -5,6 +5,8 @@ library is imported, so that --help is instant and works where torch does not.
 """
 
 import argparse
+import errno
+import io
 import os
 import sys
 import traceback
@@ -15,6 +17,12 @@ from analysis.interrupts import EXIT_CODE as INTERRUPTED
 from analysis.interrupts import interrupt_once
 from analysis.options import COMMANDS, take_overrides
 from analysis.shadow import shadowed_packages
+
+_DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space") | {errno.EFBIG: "", errno.EIO: ""}
+# What tells of a path that was wrong from the beginning.
+_WRONG_PATH = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS,
+)  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from simulator.errors import ConveyorError
 
+    for stream in (sys.stdout, sys.stderr):
+        # A sample may hold characters that the terminal's encoding lacks: no reason to end a run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # Read when torch is imported. Threads that spin at a barrier make a busy machine ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Reserved bytes then follow allocated ones: a plan may fill the device.
@@ -72,9 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
+    except OSError as error:
+        return _refused_by_the_system(error)
     except Exception:
         traceback.print_exc()
         return 1
+
+
+def _refused_by_the_system(error: OSError) -> int:
+    """Say in a sentence which file could not be read or written; a fault without a file's name is not the user's."""
+    if error.filename is None and error.errno not in _DISK:
+        traceback.print_exception(error)
+        return 1
+    what = "standard output or a file" if error.filename is None else error.filename
+    _complain(f"{what}: cannot be read or written ({error.strerror}){_DISK.get(error.errno or 0, '')}")
+    return 2 if error.errno in _WRONG_PATH else 1
 
 
 def _complain(message: str) -> None:

@@ -73,6 +73,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from planner.plan import Limits
     from planner.search import plan as run_plan
     from simulator.costs import OperationCosts
+    from simulator.errors import InputError
     from simulator.freezing import freeze
     from simulator.hardware import load_hardware
     from simulator.model import load_model_spec
@@ -82,6 +83,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.output:
         require_writable(arguments.output, what="--output")
     hardware = load_hardware(arguments.hardware)
+    if arguments.model.encode("utf-8", "replace").decode() != arguments.model:  # the plan names it, in UTF-8
+        raise InputError(f"--model: {arguments.model!r} holds bytes that are no text; give the folder another name")
     model = freeze(load_model_spec(arguments.model), arguments.freeze)
     compiled = hardware.device.kind == "cuda" if arguments.compiled is None else arguments.compiled
     workload = validated(
@@ -131,6 +134,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
     from executor.folder import require_writable
     from planner.plan import Plan
+    from simulator.files import write_whole
     from simulator.hardware import load_hardware
     from simulator.timeline import chrome_trace
     from simulator.units import format_bytes, format_seconds
@@ -152,7 +156,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     for resource, seconds in sorted(timeline.busy_seconds().items(), key=lambda item: -item[1]):
         print(f"  {resource:30}{format_seconds(seconds):>10}  {seconds / figures.step_seconds:6.1%}")
     if arguments.trace:
-        Path(arguments.trace).write_text(json.dumps(chrome_trace({"predicted": timeline})), encoding="utf-8")
+        write_whole(arguments.trace, json.dumps(chrome_trace({"predicted": timeline})))
         print(f"trace written to {arguments.trace}")
     return 0
 
@@ -160,7 +164,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Train by a plan: the one given, or one made first."""
     from executor.config import SYNTHETIC_DATA, load_config, resolved_yaml
-    from executor.folder import require_path
+    from executor.folder import require_nameable, require_path
     from executor.launch import launch, require_own_directory, settled
     from executor.loggers import require_loggers
     from executor.run import run_data
@@ -181,6 +185,9 @@ def train(arguments: argparse.Namespace) -> int:
         if value is not None
     }
     config = load_config(arguments.config, arguments.overrides, settings=settings)
+    for key in ("model", "data", "eval_data", "output", "plan", "hardware", "costs", "cache", "resume"):
+        if getattr(config, key) is not None:
+            require_nameable(getattr(config, key), what=key)
     given = Plan.load(config.plan) if config.plan else None
     path = config.model or (given.inputs.model.path if given is not None else None)
     if not path:

@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -65,22 +65,32 @@ class Block(NamedTuple):
 
 
 def step_scalars(
-    learning_rates: Sequence[float],
+    learning_rates: Iterable[float],
     betas: tuple[float, float],
     weight_decay: float,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[decay, step_size, root_bias_correction2] of steps t = 1, 2, ...: a CPU table [len(learning_rates), 3].
+    """[decay, step_size, root_bias_correction2] of steps t = 1, 2, ...: a CPU table [steps, 3].
 
     A skipped step does not count, so which row holds is known to the device alone: `clip_scalars` looks it up.
     Computed in double precision and rounded once.
     """
-    rows = [
-        (1 - rate * weight_decay, rate / (1 - betas[0] ** step), math.sqrt(1 - betas[1] ** step))
-        for step, rate in enumerate(learning_rates, start=1)
-    ]
-    return torch.tensor(rows, dtype=torch.float64).to(dtype).view(-1, 3)
+    # One number after another: a run may have millions of steps.
+    numbers = np.fromiter(
+        (
+            number
+            for step, rate in enumerate(learning_rates, start=1)
+            for number in (1 - rate * weight_decay, rate / (1 - betas[0] ** step), math.sqrt(1 - betas[1] ** step))
+        ),
+        np.float64,
+    )
+    table = torch.from_numpy(numbers).to(dtype).view(-1, 3)
+    if not table.isfinite().all():
+        raise InputError(
+            f"learning_rate and weight_decay: some of their steps are beyond what {dtype} holds; lower the larger one"
+        )
+    return table
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from executor.folder import (
     PARTIAL_SUFFIX,
     REPLACED_SUFFIX,
     appearing_folder,
+    discard,
     disk_refused,
     require_free_disk,
     require_path,
@@ -154,6 +155,9 @@ def read_record(path: Path | str) -> CheckpointRecord:
     record = CheckpointRecord.load(path / RECORD_NAME)
     if record.format != FORMAT:
         raise InputError(f"{path}: has checkpoint format {record.format}, this version reads {FORMAT}")
+    done, applied = record.progress.step, record.progress.applied_steps
+    if applied > done:
+        raise InputError(f"{path / RECORD_NAME}: applied_steps is {applied}, more than the {done} steps done (damaged)")
     return record
 
 
@@ -240,7 +244,7 @@ def _complete(folder: Path, *, skip_damaged: bool = False) -> list[tuple[Path, C
 def _remove_leftovers(folder: Path) -> None:
     """Remove what killed saves left behind: half-written folders, and replaced ones whose successor is complete."""
     for leftover in folder.glob(f"step-*{PARTIAL_SUFFIX}"):
-        shutil.rmtree(leftover)
+        discard(leftover)
     for replaced in folder.glob(f"step-*{REPLACED_SUFFIX}"):
         if (replaced.with_name(replaced.name.removesuffix(REPLACED_SUFFIX)) / RECORD_NAME).is_file():
             _remove(replaced)

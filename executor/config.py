@@ -16,7 +16,7 @@ from executor.data.row_kind import check_columns
 from executor.foreign_names import FOREIGN_NAMES
 from executor.loggers import LoggerName
 from executor.resume import ResumeChanges
-from executor.schedule import LearningRateSchedule, Schedule, check_schedule, warmup_steps_of
+from executor.schedule import MOST_STEPS, LearningRateSchedule, Schedule, check_schedule, warmup_steps_of
 from executor.yaml_mapping import parse_yaml_value, read_yaml_mapping
 from simulator.errors import InputError
 from simulator.formats import GradientFormat, Precision, StateFormat
@@ -307,7 +307,7 @@ def _short(value: Any) -> str:
 
 def _with_stand_ins(values: Mapping[str, Any], wrong: set[str]) -> dict[str, Any]:
     """`values` without the wrong keys' absence: what is written, though wrongly, is not missing."""
-    stand_ins = {"data": "-", "output": "-", "max_steps": 2**62}
+    stand_ins = {"data": "-", "output": "-", "max_steps": MOST_STEPS}
     filled = {**{key: value for key, value in stand_ins.items() if key in wrong}, **values}
     if wrong & {"model", "sequence_length", "tokens_per_step", "global_batch_size"}:
         filled.setdefault("plan", "-")

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -34,6 +35,18 @@ def require_path(path: Path | str, *, what: str) -> Path:
     nearest = difflib.get_close_matches(wrong.name, names, n=1, cutoff=0.6)
     hint = f"; did you mean {wrong.parent / nearest[0]}?" if nearest else ""
     raise InputError(f"{what}: {path} does not exist{hint}")
+
+
+def require_nameable(path: Path | str, *, what: str) -> None:
+    """Raise InputError for a path that no file can have, or that cannot be followed; it need not exist."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return  # what has to exist is asked for by name elsewhere
+    except OSError as error:  # too long, links in a circle, a folder that may not be entered
+        raise InputError(f"{what}: {path} cannot be used ({error.strerror or error}); name another place") from error
+    except ValueError as error:
+        raise InputError(f"{what}: {str(path)!r} cannot be used ({error}); name another place") from error
 
 
 def require_writable(path: Path | str, *, what: str) -> None:
@@ -79,8 +92,7 @@ def appearing_folder(target: Path) -> Iterator[Path]:
     """
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     replaced = target.with_name(target.name + REPLACED_SUFFIX)
-    if partial.exists():
-        shutil.rmtree(partial)
+    discard(partial)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -89,8 +101,7 @@ def appearing_folder(target: Path) -> Iterator[Path]:
             sync(path)
         sync(partial)
         if target.exists():
-            if replaced.exists():
-                shutil.rmtree(replaced)
+            discard(replaced)
             target.rename(replaced)
         partial.rename(target)
         sync(target.parent)
@@ -98,6 +109,38 @@ def appearing_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def taken_folder(path: Path) -> Iterator[None]:
+    """Make a folder, if it is missing, and hold it: a second process that wants it is refused. Raises InputError.
+
+    Whoever dies lets go. Where the file system knows no locks nobody is refused.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InputError(f"{path}: another process writes a run here; wait for its end, or name another one") from error
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder with all that it holds, or a file in its place, if there is any."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

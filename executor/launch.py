@@ -9,6 +9,7 @@ import torch
 
 from executor.batch_size import BatchSize
 from executor.config import TrainConfig, resolved_yaml
+from executor.folder import require_nameable, taken_folder
 from executor.forecast import forecast, require_free_memory
 from executor.huggingface import is_exported
 from executor.out_of_memory import explained
@@ -50,12 +51,21 @@ def launch(
         device_limit_bytes=limits.device_memory_bytes, host_limit_bytes=limits.host_memory_bytes,
     )  # fmt: skip
     device = torch.device("cuda", 0) if plan.hardware.device.kind == "cuda" else torch.device("cpu")
-    directory = Path(config.output)
-    earlier = holds_run(directory)
     require_own_directory(config)
     require_free_memory(plan, device)
     if device.type == "cuda":
         _hold_to_limit(plan, device)
+    with taken_folder(Path(config.output)):
+        require_own_directory(config)  # what another process left there until now
+        return _launched(config, plan, model_config, model, device, say)
+
+
+def _launched(
+    config: TrainConfig, plan: Plan, model_config: dict[str, Any], model: ModelSpec, device: torch.device,
+    say: Callable[[str], None],
+) -> RunRecord:  # fmt: skip
+    directory = Path(config.output)
+    earlier = holds_run(directory)
     predicted = plan.replay().timeline
     started = False
 
@@ -147,6 +157,7 @@ def settled(config: TrainConfig, plan: Plan) -> TrainConfig:
 def require_own_directory(config: TrainConfig) -> None:
     """Refuse an output directory that would mix two runs, or a run with the model it starts from. Raises InputError."""
     directory = Path(config.output)
+    require_nameable(directory / EXPORTED, what="output")
     if config.model is not None and (folder := Path(config.model)).exists():
         source = (folder if folder.is_dir() else folder.parent).resolve()
         if source in (directory.resolve(), (directory / EXPORTED).resolve()):

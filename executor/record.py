@@ -15,6 +15,7 @@ from typing import Literal, Self
 import pydantic
 
 from simulator.errors import InputError
+from simulator.files import write_whole
 from simulator.predict import StepFigures
 from simulator.schema import Schema, describe
 
@@ -101,13 +102,6 @@ def append_result(path: Path | str, record: RunRecord) -> None:
     records = load_results(path) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, _RESULTS.dump_json([*records, without_paths(record)], indent=1).decode() + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it: readers see the old file or the new one, never a part."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 # An absolute path inside a sentence: it starts the text or follows a blank, quote, bracket or equals sign.

@@ -27,7 +27,7 @@ from executor.operations import Optimization
 from executor.out_of_memory import doing
 from executor.progress import step_progress
 from executor.run_checkpoints import RunCheckpoints
-from executor.run_directory import EVALUATIONS, EXPORTED, load_lines
+from executor.run_directory import EXPORTED, load_eval_losses
 from executor.schedule import learning_rate
 from executor.step_log import StepLog
 from executor.stop_requests import stop_requests
@@ -42,6 +42,8 @@ from simulator.system import HostPeak
 from simulator.timeline import Timeline
 
 WARM_UP_STEPS = 3  # not timed: compilation, growing pools, cold clocks
+# Losses in a row that are not finite, after which a run ends: the weights do not change, so neither will the loss.
+MOST_LOST_STEPS = 20
 
 
 class Interrupted(ConveyorError):
@@ -91,6 +93,7 @@ class Run:
         self.num_steps = _num_steps(config, self.dataset)
         self.timeline: Timeline | None = None  # of the step recorded last
         self.steps_applied = 0
+        self.lost_steps = 0  # in a row until now: their loss was not finite
         self.schedule = config.schedule(self.num_steps)
         self.loggers: list[Logger] = []
         self.eval_losses: list[float] = []
@@ -101,9 +104,7 @@ class Run:
         if self.first_step > self.num_steps or (self.first_step == self.num_steps and exported):
             raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
         if record is not None:
-            earlier = load_lines(directory / EVALUATIONS)
-            losses = [row["eval_loss"] for row in earlier if row["step"] < self.first_step]
-            self.eval_losses = [math.nan if loss is None else loss for loss in losses]  # null: it was not finite
+            self.eval_losses = load_eval_losses(directory, before_step=self.first_step)
             if exported and self._should_stop_early():
                 raise InputError(
                     f"{self.resume_from}: the run is complete, it stopped early after {self.first_step} of "
@@ -139,7 +140,7 @@ class Run:
 
     def _optimization(self) -> Optimization:
         config = self.config
-        rates = [learning_rate(step, self.schedule) for step in range(self.num_steps)]
+        rates = (learning_rate(step, self.schedule) for step in range(self.num_steps))
         dtype = torch.float64 if self.workload.precision == "fp64" else torch.float32
         table = step_scalars(rates, config.betas, config.weight_decay, dtype=dtype)
         return Optimization(table, config.betas, config.epsilon, config.max_grad_norm)
@@ -258,7 +259,8 @@ class Run:
                 due = self.config.save_every and (step + 1) % self.config.save_every == 0
                 if self.saves and due and step + 1 < self.num_steps and not stop.is_set():
                     finished(trainer.drain())
-                    self.saved.save(trainer, seed=self.config.seed, beside_training=True)
+                    if not self.lost_steps:  # else it would take the place of a checkpoint that is of use
+                        self.saved.save(trainer, seed=self.config.seed, beside_training=True)
                     clock = time.perf_counter()
                 if stop.is_set():
                     break
@@ -271,7 +273,9 @@ class Run:
                     f"all {self.num_steps} steps were skipped: no gradient was finite, so nothing was trained; "
                     "look for NaN in the model's weights, or lower learning_rate"
                 )
-            if self.saves:
+            if self.lost_steps and not interrupted:
+                raise self._diverged(trainer.steps_done)
+            if self.saves and not self.lost_steps:
                 self.saved.save(trainer, seed=self.config.seed)
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
@@ -327,8 +331,19 @@ class Run:
             device_peak_bytes=self._device_peak_bytes() or None, host_peak_bytes=host_bytes, lost_seconds=lost,
         )  # fmt: skip
         self.steps_applied += result.applied  # a skipped step leaves the schedule where it was
+        self.lost_steps = 0 if math.isfinite(result.loss) else self.lost_steps + 1
+        if self.lost_steps >= MOST_LOST_STEPS and self.steps_applied:
+            raise self._diverged(result.step + 1)
         if not result.applied:
             self.say(f"step {result.step}: the gradient is not finite; the step is skipped, nothing has changed")
+
+    def _diverged(self, steps_done: int) -> ConveyorError:
+        self.saved.writer.finish()
+        return ConveyorError(
+            f"the loss has not been finite since step {steps_done - self.lost_steps}: the weights have diverged, and "
+            "no model is exported; lower learning_rate or give it a warm-up. The last checkpoint is "
+            f"{checkpoint.latest(self.checkpoints) or 'none'}"
+        )
 
     def _export(self) -> Path:
         self.saved.writer.finish()

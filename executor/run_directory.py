@@ -20,8 +20,9 @@ from typing import Any
 
 import pydantic
 
-from executor.record import RunRecord, record_json, write_whole
+from executor.record import RunRecord, record_json
 from simulator.errors import ConveyorError, InputError
+from simulator.files import write_whole
 from simulator.schema import Schema, describe
 from simulator.timeline import Timeline
 
@@ -69,7 +70,7 @@ def start_run(directory: Path | str, *, plan: Schema, config: str, predicted: Ti
         for name in (RECORD, TIMELINE):
             (directory / name).unlink(missing_ok=True)
         plan.save(directory / PLAN)
-        (directory / CONFIG).write_text(config, encoding="utf-8")
+        write_whole(directory / CONFIG, config)
         predicted.save(directory / PREDICTED_TIMELINE)
         for name in (METRICS, EVALUATIONS):
             _cut_half_line(directory / name)
@@ -152,14 +153,29 @@ def load_lines(path: Path) -> tuple[dict[str, Any], ...]:
     for number, line in enumerate(_read(path).splitlines(), start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number}: is not JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise InputError(f"{path}:{number}: is not an object with an integer 'step'")
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
     return tuple(rows)
+
+
+def load_eval_losses(directory: Path | str, *, before_step: int) -> list[float]:
+    """Losses of the evaluations after the steps below `before_step`; NaN where one was not finite.
+
+    Raises InputError naming file and step for a line that has none.
+    """
+    path, losses = Path(directory) / EVALUATIONS, []
+    for row in load_lines(path):
+        loss = row.get("eval_loss", "missing")
+        if isinstance(loss, bool) or not isinstance(loss, int | float | None):
+            raise InputError(f"{path}: eval_loss of step {row['step']} is {loss!r}, not a number; take the line out")
+        if row["step"] < before_step:
+            losses.append(math.nan if loss is None else float(loss))
+    return losses
 
 
 def _load_timeline(path: Path) -> Timeline | None:

@@ -17,6 +17,9 @@ _FALLS: dict[LearningRateSchedule, Callable[[float], float]] = {
 }
 
 
+MOST_STEPS = 10_000_000  # of a run: the rate of each is computed when it starts
+
+
 class Schedule(NamedTuple):
     """A learning rate over a run: warm-up to `peak`, then a fall to `min_ratio` of it.
 
@@ -59,7 +62,12 @@ def warmup_steps_of(ratio: float, max_steps: int) -> int:
 
 
 def check_schedule(*, warmup_steps: int, max_steps: int) -> None:
-    """Raise InputError where the run ends before its learning rate has reached the peak."""
+    """Raise InputError where the run ends before its learning rate has reached the peak, or practically never."""
+    if max_steps > MOST_STEPS:
+        raise InputError(
+            f"max_steps: {max_steps} steps are more than the {MOST_STEPS:,} that a run may have; lower max_steps or "
+            "num_epochs, or raise tokens_per_step"
+        )
     if warmup_steps >= max_steps:
         raise InputError(
             f"warmup_steps: {warmup_steps}, but the run has {max_steps} steps, so the learning rate would never reach "

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -63,19 +64,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(header_bytes))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: its safetensors header is damaged (nested too deeply)") from error
     except ValueError as error:
         raise InputError(f"{path}: its safetensors header is damaged ({error})") from error
     try:
         header.pop("__metadata__", None)
         start = 8 + header_bytes
-        tensors = [
-            StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
-            for name, entry in header.items()
-            for begin, end in [entry["data_offsets"]]
-        ]
+        tensors = [_stored_tensor(path, name, entry, start) for name, entry in header.items()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: its safetensors header is damaged ({error!r})") from error
-    for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
+    tensors.sort(key=lambda tensor: tensor.begin)
+    for before, tensor in pairwise(tensors):
+        if tensor.begin < before.end:
+            raise InputError(
+                f"{path}: its safetensors header is damaged (tensors {before.name!r} and {tensor.name!r} overlap)"
+            )
+    for tensor in tensors:
         if tensor.end > size:
             raise InputError(
                 f"{path}: is cut off: tensor {tensor.name!r} ends at byte {tensor.end}, the file has {size} bytes"
@@ -84,6 +89,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if dtype is not None and tensor.end - tensor.begin != math.prod(tensor.shape) * dtype.itemsize:
             raise InputError(f"{path}: its safetensors header is damaged (size of tensor {tensor.name!r})")
     return {tensor.name: tensor for tensor in tensors}
+
+
+def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> StoredTensor:
+    """A header's entry, if it has the types of one. Raises what tells that it has not."""
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+        raise ValueError(f"entry of tensor {name!r}")
+    return StoredTensor(path, name, dtype, shape, start + begin, start + end)
 
 
 def read_pieces(stored: StoredTensor) -> Iterator[tuple[int, torch.Tensor]]:

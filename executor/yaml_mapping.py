@@ -32,6 +32,14 @@ class _Loader(yaml.SafeLoader):
             first_lines[key_node.value] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as error:  # of PyYAML's own converters: a month 13, !!int x
+            kind = str(node.tag).rpartition(":")[2]
+            reason = f"cannot be read as {kind}, which it looks like; write it in quotes if it is text"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
+
 
 # PyYAML wants a dot and a signed exponent in every float; people write 2e-5 and 1e9.
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")

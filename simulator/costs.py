@@ -7,6 +7,7 @@ profile where nothing was measured. `Pricing.origins` says which operations got 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Annotated
 
 import numpy
 import pydantic
@@ -21,11 +22,14 @@ from simulator.replay import Price, Sharing
 from simulator.roofline import Roofline
 from simulator.schema import Schema, identity_hash
 
+# What depends on tokens ends in ROWSxLENGTH: `operation_key`.
+EntryKey = Annotated[str, pydantic.Field(pattern=r"^(.*\.)?([^.x]*|[1-9][0-9]{0,17}x[1-9][0-9]{0,17})$")]
+
 
 class MeasuredCost(Schema):
     """One operation, measured alone: seconds, bytes that live only while it runs, bytes it keeps for the backward."""
 
-    seconds: float = pydantic.Field(ge=0)
+    seconds: float = pydantic.Field(ge=0, le=86_400)  # no operation takes a day
     transient_bytes: int | None = pydantic.Field(default=None, ge=0)  # None: not measured, estimated
     kept_bytes: int = pydantic.Field(default=0, ge=0)
     source: str
@@ -38,7 +42,7 @@ class OperationCosts(Schema):
     shape: str  # `shape_hash` of the model
     precision: str
     compiled: bool
-    entries: dict[str, MeasuredCost] = pydantic.Field(default_factory=dict)
+    entries: dict[EntryKey, MeasuredCost] = pydantic.Field(default_factory=dict)
     compute_beside_copies: float = pydantic.Field(default=1.0, gt=0, le=1)  # rate of compute while both links run
     folded_runs: tuple[str, ...] = ()  # runs whose measured operations were folded in: calibrated, not held out
 

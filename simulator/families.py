@@ -115,7 +115,7 @@ def family_of(model_type: Any) -> Family:
 def require_supported(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises UnsupportedChoice with the reason, as far as config or transformers tell."""
     model_type = config["model_type"]
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     raise UnsupportedChoice(
         f"model family {model_type!r} is not supported: {_reason(config)}; "

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 import pydantic
 
 from simulator.errors import InputError
+from simulator.files import write_whole
 
 
 class Schema(pydantic.BaseModel):
@@ -31,8 +32,8 @@ class Schema(pydantic.BaseModel):
             raise InputError(f"{path}: {describe(error, most=3)}") from error
 
     def save(self, path: Path | str) -> None:
-        """Write indented JSON, ending in a newline."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        """Write indented JSON, ending in a newline: whole, or what was there stays."""
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
 
 
 AnySchema = TypeVar("AnySchema", bound=Schema)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from simulator.errors import InputError
+from simulator.files import write_whole
 
 # What an operation of each kind does for the step, and how idle time of the compute resource is called when an
 # operation of that kind is what it waited for.
@@ -97,7 +98,7 @@ class Timeline:
         return seconds
 
     def save(self, path: Path | str) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=0) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(asdict(self), indent=0) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> "Timeline":

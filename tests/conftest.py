@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from front_door import complaint, given  # noqa: F401  fixtures
 
 # Workers of pytest-xdist share the cores: threads of one that spin at a barrier would hold up the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

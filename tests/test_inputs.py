@@ -6,62 +6,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from front_door import WORKLOAD, content, steps, training
 from safetensors.torch import load_file, save_file
-from tiny_model import save_pretrained, tiny_config
+from tiny_model import tiny_config
 
 from analysis.cli import main
 from executor import step_log
 from executor.run_directory import append_metrics, load_run
 
 ROOT = Path(__file__).parents[1]
-WORKLOAD = ["--hardware", "cpu-2-core", "--sequence-length", "16", "--tokens-per-step", "64", "--precision", "fp32"]
-
-
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/, plan.json and data.txt, for tests that only read them."""
-    folder = tmp_path_factory.mktemp("given")
-    save_pretrained(tiny_config(), folder / "model")
-    (folder / "data.txt").write_text("It was a bright cold day in April. " * 100)
-    assert main(["plan", "--model", str(folder / "model"), *WORKLOAD, "--output", str(folder / "plan.json")]) == 0
-    return folder
-
-
-@pytest.fixture
-def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command line that must end with exit code `code`, and returns what it complains of."""
-
-    def run(*argv: object, code: int = 2) -> str:
-        capsys.readouterr()
-        try:
-            found = main([str(argument) for argument in argv])
-        except SystemExit as ended:  # argparse
-            found = ended.code
-        err = capsys.readouterr().err
-        assert "Traceback" not in err
-        assert found == code, err
-        return err
-
-    return run
-
-
-def training(given: Path, output: Path, *settings: object, data: object = None, plan: object = None) -> list[object]:
-    data, plan = data or given / "data.txt", plan or given / "plan.json"
-    return ["train", "--plan", plan, "--data", data, "--output", output, "max_steps=4", "learning_rate=1e-2", *settings]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def steps(run: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 # The output directory
@@ -106,7 +64,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_to_go_on_from(given, tmp_pat
     newest.rename(newest.with_name("step-00000003"))
     newest = newest.with_name("step-00000003")
     record = json.loads((newest / "checkpoint.json").read_text())
-    record["progress"] |= {"step": 3}
+    record["progress"] |= {"step": 3, "applied_steps": 3}
     (newest / "checkpoint.json").write_text(json.dumps(record))
     block = newest / "block-00001.safetensors"
     damaged = bytearray(block.read_bytes())

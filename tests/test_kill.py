@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tiny_model import save_pretrained, tiny_config
 
 from analysis.cli import main
@@ -57,6 +58,7 @@ for attempt in range(10 * num_kills):
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_as_one_that_never_was(tmp_path: Path, capsys) -> None:
     save_pretrained(tiny_config(hidden_size=96, head_dim=24, intermediate_size=384), tmp_path / "model")
     (tmp_path / "data.txt").write_text("".join(f"{n} times {n} is {n * n}. " for n in range(200)))

@@ -111,6 +111,7 @@ def test_the_plan_foresees_what_loading_steps_saving_and_export_take(
     assert found[run] <= plan.prediction.host_peak_bytes - plan.hardware.host_base_bytes.value
 
 
+@pytest.mark.slow
 def test_resident_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
     """Two kilobytes a step are allowed: the run keeps some numbers of each step, and heaps settle slowly.
 

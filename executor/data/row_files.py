@@ -70,6 +70,13 @@ def _json_line(number: int, raw: bytes) -> Record:
         return Record(number, mistake=f":{error.colno}: is not JSON ({error.msg}){cut_off}")
     except RecursionError:
         return Record(number, mistake=": its JSON is nested too deeply")
+    except ValueError as error:  # a number of more digits than Python reads
+        return Record(number, mistake=f": is not JSON that can be read ({_first_clause(error)})")
+
+
+def _first_clause(error: ValueError) -> str:
+    """What Python says of a number, without its advice to programmers."""
+    return str(error).partition(";")[0]
 
 
 def _read_json(path: Path) -> Iterator[Record]:
@@ -81,18 +88,19 @@ def _read_json(path: Path) -> Iterator[Record]:
                 yield text.record()
             return
         text.take()
-        if text.peek() == "]":
-            return
-        while True:
+        mark = text.peek()
+        while mark != "]":
             yield text.record()
             mark = text.peek()
             if mark not in (",", "]"):
                 raise text.wrong("Expecting ',' or ']'" if mark else "the array has no end")
-            text.take()
-            if mark == "]":
-                return
-            if not text.peek():
-                raise text.wrong("the array has no end")
+            if mark == ",":
+                text.take()
+                if not text.peek():
+                    raise text.wrong("the array has no end")
+        text.take()
+        if text.peek():  # a second array would be lost without a word
+            raise text.wrong("more follows the end of the array; rows stand in one array")
 
 
 class _JsonText:
@@ -128,6 +136,9 @@ class _JsonText:
                     raise self.wrong(error.msg) from error
             except RecursionError as error:
                 raise InputError(f"{self._path}:{line}: its JSON is nested too deeply") from error
+            except ValueError as error:  # a number of more digits than Python reads
+                reason = _first_clause(error)
+                raise InputError(f"{self._path}:{line}: is not JSON that can be read ({reason})") from error
             else:
                 if end < len(self._text) or self._ended:  # a number may go on in the next chunk
                     self._advance(end - self._at)

@@ -6,6 +6,7 @@ refused with the column that is missing. `columns` gives columns of other names 
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,7 +116,10 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
     messages = []
     if row.get("system"):
         messages.append({"role": "system", "content": _string(row, "system")})
-    for number, pair in enumerate(_nested(row.get("history", []))):
+    history = _nested(row.get("history") or [])
+    if not isinstance(history, list):
+        raise ValueError(f"'history' is {type(history).__name__}, not a list of questions with their answers")
+    for number, pair in enumerate(history):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(turn, str) for turn in pair)):
             raise ValueError(f"history[{number}] is not a list of two strings, a question and its answer")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -163,9 +167,12 @@ def _pre_tokenised(row: Mapping[str, Any], tokenizer: Tokenizer) -> RowTokens:
 def _integers(row: Mapping[str, Any], column: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     values = _nested(row[column])
     if isinstance(values, list):
-        array = np.asarray(values) if values else np.zeros(0, np.int64)
-        if array.ndim == 1 and array.dtype.kind in "iub":
-            return array.astype(np.int64)
+        if not values:
+            return np.zeros(0, np.int64)
+        with suppress(ValueError, OverflowError):  # lists inside, of several lengths
+            array = np.asarray(values)
+            if array.ndim == 1 and array.dtype.kind in "iub":
+                return array.astype(np.int64)
     raise ValueError(f"{column!r} is not a list of whole numbers")
 
 

@@ -84,6 +84,8 @@ def find_source(name: Path | str) -> Source:
         return Source(_printable(path), dataset.files, is_text=False, dataset=dataset)
     if path.is_dir():
         return _folder(path)
+    if not path.is_file():  # a pipe has nothing left when it is read again, a device perhaps no end
+        raise InputError(f"data: {path} is neither a file nor a folder; data are read more than once, so write a file")
     suffix = path.suffix.lower()
     if suffix in _NOT_READ:
         raise UnsupportedChoice(

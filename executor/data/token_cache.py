@@ -148,7 +148,7 @@ def cached_samples(
                 return found
             _write_cache(target, write, vocab_size, say)
     except OSError as error:
-        kind = ConveyorError if os.access(folder, os.W_OK) else InputError
+        kind = ConveyorError if folder.is_dir() and os.access(folder, os.W_OK) else InputError
         raise kind(
             f"cache: tokens cannot be written to {target} ({error.strerror or error}); set cache to a folder with room"
         ) from error

@@ -1,0 +1,24 @@
+"""Files that are replaced whole: a write that fails leaves what was there."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path | str, text: str) -> None:
+    """Write a file beside its place and rename it: readers see the old file or the new one, never a part.
+
+    A link stays and what it names is written; a device or a pipe, as /dev/stdout, is written in place.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
