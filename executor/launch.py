@@ -45,6 +45,12 @@ def launch(
     if unfrozen(model) != unfrozen(plan.model):
         require_same_inputs(plan, model=model)
     config, model = settled(config, plan), plan.model
+    known, length = model_config.get("max_position_embeddings"), plan.inputs.workload.sequence_length
+    if isinstance(known, int) and length > known:
+        say(
+            f"warning: rows have {length} tokens, and the model's config says max_position_embeddings {known}: "
+            "it has not seen places beyond"
+        )
     limits = plan.inputs.limits
     check_capacity(
         plan.hardware, current_device(), current_host(),

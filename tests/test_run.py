@@ -87,6 +87,18 @@ def checkpoint_tensors(folder: Path, model: ModelSpec) -> tuple[checkpoint.Progr
     return progress, [plane for state in states for plane in (state.weights, state.first_moment, state.second_moment)]
 
 
+def test_rows_beyond_the_models_positions_are_warned_of(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    said: list[str] = []
+    short = {**CONFIG, "max_position_embeddings": WORKLOAD.sequence_length - 1}
+    launch(run_config(text, tmp_path / "run", max_steps=3, warmup_steps=0), planned, short, model, say=said.append)
+    assert [line for line in said if line.startswith("warning:")] == [
+        f"warning: rows have {WORKLOAD.sequence_length} tokens, and the model's config says max_position_embeddings "
+        f"{WORKLOAD.sequence_length - 1}: it has not seen places beyond"
+    ]
+
+
 def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_loads(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
 ) -> None:
