@@ -26,10 +26,11 @@ from planner.plan import Limits, Plan
 from planner.search import plan as run_plan
 from simulator.costs import OperationCosts
 from simulator.errors import InputError
+from simulator.families import with_layers
 from simulator.formats import GradientFormat
 from simulator.hardware import HardwareProfile
 from simulator.ideal import IdealStep, ideal_steps
-from simulator.model import ModelSpec, model_spec, read_model_config
+from simulator.model import ModelSpec, model_spec, read_model_config, transformers_config
 from simulator.policy import Workload
 from simulator.predict import step_figures
 from simulator.schema import Schema, describe
@@ -140,13 +141,12 @@ def bench(
 def _config(row: Row, output: Path) -> tuple[dict[str, Any], Path]:
     """The model's config, cut where the row says so, and the file that it lies in."""
     config = read_model_config(row.model)
-    if row.num_layers is None or row.num_layers == config["num_hidden_layers"]:
+    hf_config = transformers_config(config)
+    if row.num_layers is None or row.num_layers == hf_config.num_hidden_layers:
         return config, Path(row.model)
-    if row.num_layers > config["num_hidden_layers"]:
-        raise InputError(f"{row.case}: num_layers: {row.num_layers}; {row.model} has {config['num_hidden_layers']}")
-    config = {**config, "num_hidden_layers": row.num_layers}
-    if isinstance(config.get("layer_types"), list):
-        config["layer_types"] = config["layer_types"][: row.num_layers]
+    if row.num_layers > hf_config.num_hidden_layers:
+        raise InputError(f"{row.case}: num_layers: {row.num_layers}; {row.model} has {hf_config.num_hidden_layers}")
+    config = with_layers(config, hf_config, list(range(row.num_layers)))
     path = output / f"{row.case}.config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")

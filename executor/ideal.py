@@ -13,8 +13,9 @@ from executor.memory import Memory
 from executor.operations import Operations, Optimization
 from executor.runner import InlineRunner, Runner, StreamRunner
 from simulator.build import build
+from simulator.families import with_layers
 from simulator.ideal import ideal_policy, ideal_program
-from simulator.model import ModelSpec, model_spec
+from simulator.model import ModelSpec, model_spec, transformers_config
 from simulator.policy import SaveLevel, Workload
 from simulator.program import Kind
 
@@ -48,10 +49,8 @@ def measure_ideal(
 
     Raises OutOfMemory or torch's own error where that many layers do not fit.
     """
-    total_layers = int(config["num_hidden_layers"])
-    cut = {**config, "num_hidden_layers": num_layers}
-    if isinstance(config.get("layer_types"), list):
-        cut["layer_types"] = config["layer_types"][:num_layers]
+    hf_config = transformers_config(config)
+    cut = with_layers(config, hf_config, list(range(num_layers)))
     model = model_spec(cut)
     micro_batches = workload.rows_per_step // micro_batch_rows
     run_at_once = min(MICRO_BATCHES, micro_batches)
@@ -66,9 +65,8 @@ def measure_ideal(
             steps += 1
         seconds = [step.run() for _ in range(TIMED_STEPS)]
         measured = statistics.median(seconds)
-        if num_layers < total_layers:
-            in_layers = step.layer_seconds()
-            measured += in_layers * (total_layers / num_layers - 1)
+        if num_layers < hf_config.num_hidden_layers:
+            measured += step.layer_seconds() * (hf_config.num_hidden_layers / num_layers - 1)
         return MeasuredIdeal(measured * micro_batches / run_at_once, num_layers)
     finally:
         step.close()

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from plain_trainer import plain_train
+from tiny_models import tiny_config as tiny_model_config
 
 from analysis.bench import bench, load_matrix, table
 from analysis.plain_torch import BETAS, EPSILON, PlainTorch
+from executor.ideal import measure_ideal
 from executor.planes import split_planes
 from executor.record import load_results
 from simulator.errors import InputError
@@ -82,6 +84,19 @@ def test_more_layers_than_the_model_has_are_refused(matrix: Path, tmp_path: Path
     (row,) = (row for row in load_matrix(matrix).rows if row.num_layers)
     with pytest.raises(InputError, match="num_layers"):
         bench([row.model_copy(update={"num_layers": 40})], load_hardware("cpu-2-core"), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # sizes of other names; layers of two kinds
+def test_the_ideal_of_a_cut_model_is_measured_for_every_family(family: str) -> None:
+    config = tiny_model_config(family)
+    workload = Workload(sequence_length=16, tokens_per_step=64, precision="fp32")
+    whole = model_spec(config).num_layers
+    for num_layers in (whole, whole // 2):
+        found = measure_ideal(
+            config, workload, micro_batch_rows=2, save_level="keep", num_layers=num_layers, device=torch.device("cpu")
+        )
+        assert found.num_layers == num_layers
+        assert found.step_seconds > 0
 
 
 def test_the_sweep_of_the_ideal_holds_every_micro_batch_and_level_that_divide_the_step() -> None:
