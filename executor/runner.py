@@ -146,11 +146,12 @@ class StreamRunner:
         self.stream_wait = StreamWait()
         self.launched: dict[str, _Launched] = {}  # this step
         self.launched_before: dict[str, _Launched] = {}  # the step before
-        self._ahead: deque[torch.cuda.Event] = deque()  # ends of compute operations that may not have finished
+        # Ends of compute operations that may not have finished, each with the newest host operation awaited by then.
+        self._ahead: deque[tuple[torch.cuda.Event, int]] = deque()
         self._awaited = 0  # the newest host operation that a stream waits for
         self._recorded: dict[str, _Launched] = {}
         self._reference: tuple[torch.cuda.Event, float] | None = None
-        self._reports: deque[torch.cuda.Event] = deque()  # ends of reports that nobody has waited for
+        self._reports: deque[tuple[torch.cuda.Event, int]] = deque()  # the same of reports that nobody has waited for
         self._report_clock: tuple[torch.cuda.Event, float] | None = None  # an event, and when it was
 
     def run(self, program: Program, *, record: bool = False) -> None:
@@ -194,9 +195,9 @@ class StreamRunner:
             launched.end = torch.cuda.Event(enable_timing=timed, blocking=True)
             launched.end.record(stream)
         if operation.resource is Resource.COMPUTE:
-            self._ahead.append(launched.end)
+            self._ahead.append((launched.end, self._awaited))
         if operation.kind is Kind.REPORT:
-            self._reports.append(launched.end)
+            self._reports.append((launched.end, self._awaited))
         if record:
             launched.device_bytes = self.device_bytes()
         return launched
@@ -204,9 +205,14 @@ class StreamRunner:
     def _keep_queue_short(self, operation: Operation) -> None:
         """Wait, without the interpreter lock, until what is queued leaves room for the operation's launches."""
         while len(self._ahead) >= LAUNCH_AHEAD:
-            self._ahead.popleft().synchronize()
+            self._wait_for(*self._ahead.popleft())
         if operation.kind is Kind.LOSS:  # its many chunks can fill the queue alone
             self.worker.wait_until(self._awaited)
+
+    def _wait_for(self, end: torch.cuda.Event, awaited: int) -> None:
+        # The worker first: its progress is watched, and without it a stream would hold this thread for ever.
+        self.worker.wait_until(awaited)
+        end.synchronize()
 
     def _find(self, wait: Wait) -> _Launched | None:
         return (self.launched if wait.step_offset == 0 else self.launched_before).get(wait.operation)
@@ -224,8 +230,8 @@ class StreamRunner:
         Returns when it was there, on the clock of time.perf_counter: by the GPU's clock from the report before, since
         the launching thread may look much later.
         """
-        end = self._reports.popleft()
-        end.synchronize()
+        end, awaited = self._reports.popleft()
+        self._wait_for(end, awaited)
         self.worker.raise_failure()
         assert self._report_clock is not None
         event, clock = self._report_clock

@@ -1,0 +1,111 @@
+"""The stream runner's own bookkeeping, with stand-ins for CUDA's streams and events that finish at once."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+
+import executor.runner
+from executor.runner import Function, StreamRunner
+from simulator.errors import ConveyorError
+from simulator.program import Kind, Operation, Program, Resource, Wait
+
+NUM_FORWARDS = 30
+
+
+class Event:
+    def __init__(self, **choices: bool) -> None:
+        self.time = 0.0
+
+    def record(self, stream: object) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.time, "waits for an event that nobody has recorded"
+
+    def elapsed_time(self, later: "Event") -> float:
+        return (later.time - self.time) * 1e3
+
+
+class Stream:
+    def __init__(self, *arguments: object, **choices: int) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[[Function], StreamRunner]:
+    """A runner whose updates are the function given and whose other operations do nothing."""
+    zeros = torch.zeros
+
+    def unpinned(*size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        return zeros(*size, dtype=dtype)
+
+    def enter(stream: Stream) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    # On the device: the stream waits, the launching thread does not.
+    monkeypatch.setattr(executor.runner.StreamWait, "until", lambda self, stream, word, number, worker: None)
+
+    def make(update: Function) -> StreamRunner:
+        functions = dict.fromkeys((Kind.FORWARD, Kind.LOSS, Kind.REPORT), lambda operation: None)
+        return StreamRunner({**functions, Kind.UPDATE: update}, torch.device("cuda"), device_bytes=lambda: 0)
+
+    return make
+
+
+def program() -> Program:
+    waits = (Wait("update", 0),)
+    operations = [
+        Operation("update", Kind.UPDATE, Resource.HOST),
+        *(Operation(f"forward.{n}", Kind.FORWARD, Resource.COMPUTE, waits=waits) for n in range(NUM_FORWARDS)),
+        Operation("loss", Kind.LOSS, Resource.COMPUTE),
+        Operation("report", Kind.REPORT, Resource.COMPUTE),
+    ]
+    return Program("first", tuple(operations), {})
+
+
+def test_reports_come_in_order_and_a_recorded_program_has_a_span_an_operation(
+    runner: Callable[[Function], StreamRunner],
+) -> None:
+    found = runner(lambda operation: None)
+    before = time.perf_counter()
+    found.run(program())
+    assert found.spans() == []  # nothing was recorded
+    found.run(program(), record=True)
+    reports = [found.finish_report(), found.finish_report()]
+    assert before <= reports[0] <= reports[1] <= time.perf_counter()
+    assert {span.name for span in found.spans()} == {operation.name for operation in program()}
+    found.close()
+
+
+def test_a_failed_update_ends_the_launching_thread(runner: Callable[[Function], StreamRunner]) -> None:
+    def fail(operation: Operation) -> None:
+        raise ValueError("no such luck")
+
+    found = runner(fail)
+    with pytest.raises(ValueError, match="no such luck"):
+        found.run(program())  # the loss waits for the worker, and the operation after it finds the failure
+    found.close()
+
+
+def test_an_update_that_never_ends_is_given_up(
+    runner: Callable[[Function], StreamRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor.runner, "PATIENCE_SECONDS", 0.2)
+    found = runner(lambda operation: time.sleep(2.0))
+    with pytest.raises(ConveyorError, match="the host worker made no progress"):
+        found.run(program())
+    monkeypatch.setattr(executor.runner, "PATIENCE_SECONDS", 600.0)
+    found.close()
