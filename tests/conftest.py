@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from cuda_fixtures import deterministic, no_waits  # noqa: F401  fixtures
 from front_door import complaint, given  # noqa: F401  fixtures
 
 # Workers of pytest-xdist share the cores: threads of one that spin at a barrier would hold up the others.

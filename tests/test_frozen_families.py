@@ -5,10 +5,9 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from test_packed import LENGTH, ROWS, packed_rows
-from tiny_models import TINY_FAMILIES, tiny_config, whole_model
+from tiny_models import TINY_FAMILIES, blocks_of, tiny_config, whole_model
 
 from executor.data.dataset import Batch
-from executor.layer import tensor_views
 from simulator.freezing import freeze, parameter_names
 from simulator.model import model_spec
 from simulator.policy import Workload, uniform_policy
@@ -29,11 +28,7 @@ def test_packed_rows_of_a_frozen_model_are_transformers_documents(family: str, p
     frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
     weights = random_weights(config, torch.float32)
-    blocks = [torch.zeros(model.block(block).num_elements) for block in range(model.num_blocks)]
-    for block, flat in enumerate(blocks):
-        for name, view in tensor_views(model.block(block), flat).items():
-            view.copy_(weights[model.block_prefix(block) + name])
-    whole = whole_model(config, model, blocks)
+    whole = whole_model(config, model, blocks_of(model, weights))
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(name not in frozen)
     losses = []

@@ -5,12 +5,13 @@ import torch
 from tiny_models import random_batch, random_blocks, tiny_config
 
 from executor.head import HeadTemplate
-from executor.layer import LayerTemplates, tensor_views, use_deterministic_kernels
+from executor.layer import LayerTemplates, tensor_views
 from simulator.model import model_spec
 from simulator.policy import SAVE_LEVELS
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # torch's compiler and its synchronisation checks warn about themselves
 ]
@@ -24,31 +25,6 @@ SIZES = {
     "max_position_embeddings": 2048,
 }
 SHAPES = ((4, 512), (2, 384))
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    use_deterministic_kernels()
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-@pytest.fixture
-def no_waits():
-    """A context in which an operation that waits for the device is an error."""
-
-    class NoWaits:
-        def __enter__(self):
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-
-        def __exit__(self, *_):
-            torch.cuda.set_sync_debug_mode("default")
-
-    yield NoWaits()
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def _layer(*, compiled, family="qwen2", precision="bf16"):

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TINY_FAMILIES, random_blocks, tiny_config, whole_model
+from tiny_models import TINY_FAMILIES, blocks_of, random_blocks, tiny_config, whole_model
 from torch import Tensor
 
 from executor.attention import attention_tensors, choose_attention, document_bound
 from executor.capped_attention import capped_attention
 from executor.data.dataset import Batch
-from executor.layer import Documents, LayerTemplates, tensor_views
+from executor.layer import Documents, LayerTemplates
 from simulator.build import build
 from simulator.check import check
 from simulator.model import ModelSpec, model_spec
@@ -102,11 +102,7 @@ def test_packed_rows_train_as_transformers_trains_the_documents_alone(family: st
     config = tiny_config(family)
     model, packed = model_spec(config), packed_rows()
     weights = random_weights(config, torch.float32)
-    blocks = [torch.zeros(model.block(block).num_elements) for block in range(model.num_blocks)]
-    for block, flat in enumerate(blocks):
-        for name, view in tensor_views(model.block(block), flat).items():
-            view.copy_(weights[model.block_prefix(block) + name])
-    whole = whole_model(config, model, blocks)
+    whole = whole_model(config, model, blocks_of(model, weights))
     losses = []
     for document in packed.documents:
         logits = whole(input_ids=document[None, :-1]).logits[0] if len(document) > 1 else torch.zeros(0, 61)

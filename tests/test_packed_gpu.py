@@ -10,13 +10,14 @@ from torch import Tensor
 
 from executor.attention import document_bound
 from executor.data.dataset import Batch
-from executor.layer import Documents, LayerTemplates, use_deterministic_kernels
+from executor.layer import Documents, LayerTemplates
 from simulator.model import model_spec
 from simulator.policy import SaveLevel, Workload, uniform_policy
 from tests.tiny import make_trainer, random_weights, run_steps
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # torch's compiler and its synchronisation checks warn about themselves
 ]
@@ -39,31 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "smollm3": {"sliding_window": 100},
     "gpt2": {"n_embd": 256, "n_head": 4, "n_inner": 512, "n_positions": 1024},
 }
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    use_deterministic_kernels()
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-@pytest.fixture
-def no_waits():
-    """A context in which an operation that waits for the device is an error."""
-
-    class NoWaits:
-        def __enter__(self):
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-
-        def __exit__(self, *_):
-            torch.cuda.set_sync_debug_mode("default")
-
-    yield NoWaits()
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def _config(family: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tiny random models of each supported family, as flat blocks and as transformers' own whole model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ def random_blocks(model: ModelSpec, precision: Any, *, seed: int = 0, device: st
             noise = torch.randn(view.shape, generator=generator, dtype=torch.float64)
             view.copy_(1 + 0.1 * noise if view.dim() == 1 else 0.3 * noise)
         blocks.append(flat.to(COMPUTE_DTYPES[precision]).to(device))
+    return blocks
+
+
+def blocks_of(model: ModelSpec, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Flat fp32 blocks that hold `weights`, by transformers' names."""
+    blocks = [torch.zeros(model.block(block).num_elements) for block in range(model.num_blocks)]
+    for block, flat in enumerate(blocks):
+        for name, view in tensor_views(model.block(block), flat).items():
+            view.copy_(weights[model.block_prefix(block) + name])
     return blocks
 
 
