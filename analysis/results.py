@@ -1,6 +1,7 @@
 """The README's tables and figures, generated from the run records of analysis/results/*.json.
 
-`python -m analysis.results` rewrites what stands between the markers of README.md, and docs/figures/NAME.svg.
+`python -m analysis.results` rewrites what stands between the markers of README.md, docs/results.md, which tells each
+run in full, and docs/figures/NAME.svg.
 """
 
 import html
@@ -18,6 +19,7 @@ BEGIN, END = (
     "<!-- end of results -->",
 )
 FIGURES = "docs/figures"
+DETAILS = "docs/results.md"
 
 # Columns of the full comparison that a README has room for.
 _COLUMNS = (
@@ -43,7 +45,10 @@ def update_readme(root: Path) -> list[Path]:
     """
     readme = root / "README.md"
     results = load_all(root / "analysis" / "results")
-    contents = {readme: _replaced(readme, results_markdown(results))}
+    contents = {
+        readme: _replaced(readme, results_markdown(results)),
+        root / DETAILS: details_markdown(results),
+    }
     for name, records in results.items():
         contents[root / FIGURES / f"{name}.svg"] = throughput(_runs(records), name).svg
     changed = []
@@ -62,7 +67,7 @@ def load_all(directory: Path) -> dict[str, list[RunRecord]]:
 
 
 def results_markdown(results: dict[str, list[RunRecord]]) -> str:
-    """A heading, a figure, a table, the failures, and each run's figures of each results file."""
+    """A heading, a figure, a table and the failures of each results file."""
     return "\n".join(part for name, records in results.items() for part in _section(name, records))
 
 
@@ -74,19 +79,34 @@ def _section(name: str, records: list[RunRecord]) -> Iterator[str]:
     for number, record in enumerate(records, start=1):
         if record.status != "ok":
             yield f"{number}. {record.case}: {tables.STATUS[record.status]}: {record.message}\n"
+
+
+def details_markdown(results: dict[str, list[RunRecord]]) -> str:
+    """A page that tells every run that was measured."""
+    return "\n".join(
+        [
+            "# Results, run by run\n",
+            "Generated from the run records in `analysis/results/` by `python -m analysis.results`. Errors are the "
+            "prediction's.\n",
+            *(part for name, records in results.items() for part in _detailed(name, records)),
+        ]
+    )
+
+
+def _detailed(name: str, records: list[RunRecord]) -> Iterator[str]:
+    yield f"## {name}\n"
     for number, record in enumerate(records, start=1):
         if record.predicted is not None and record.measured is not None:
             yield from _details(number, record)
 
 
 def _details(number: int, record: RunRecord) -> Iterator[str]:
-    """One run, folded: a sentence, its figures, and where its step's time went."""
-    yield f"<details><summary>{number}. {html.escape(record.case)}: predicted and measured</summary>\n"
+    """One run: a sentence, its figures, and where its step's time went."""
+    yield f"### {number}. {html.escape(record.case)}\n"
     yield f"{tables.sentence(record)}\n"
     yield tables.markdown(tables.figures(record))
     if not (breakdown := tables.breakdown(record)).empty:
         yield tables.markdown(breakdown)
-    yield "</details>\n"
 
 
 def _runs(records: list[RunRecord]) -> list[Run]:
