@@ -244,6 +244,8 @@ def _compare(row: PublishedRow, simulation: Simulation) -> Iterator[Comparison]:
         yield Comparison("TFLOPS, formula", "", values.tflops_with_attention, simulation.tflops_with_attention)
     if values.tokens_per_second is not None:
         yield Comparison("tokens/s", "", values.tokens_per_second, simulation.tokens / simulation.step_seconds)
+    if values.tokens_thousand is not None:
+        yield Comparison("tokens", "K", values.tokens_thousand, simulation.tokens / 1e3)
     if values.persistent_gib is not None:
         allocated = persistent_device_bytes(simulation.order) / GIB
         yield Comparison("device alloc", "GiB", values.persistent_gib, allocated, ALLOCATION_GOAL)

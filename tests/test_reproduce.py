@@ -190,6 +190,21 @@ def test_the_report_says_everything(
     assert all(len(line) <= 120 for line in report.splitlines())
 
 
+def test_the_page_tells_the_score_of_the_report(
+    published: Published, reproduced: list[Reproduced], found: list[Finding]
+) -> None:  # fmt: skip
+    report = text(published, reproduced, rankings(reproduced), found)
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    for title, pattern in (
+        ("times and speedups", r"times and speedups: (\d+ of \d+)"),
+        ("device allocations, tables 5 and 6", r"device allocations: (\d+ of \d+)"),
+        ("order of systems", r"orders: (\d+ of \d+)"),
+    ):
+        score = re.search(pattern, report)
+        assert score is not None
+        assert re.search(rf"^\| {title} \| {score[1]}\b", page, flags=re.MULTILINE), (title, score[1])
+
+
 def test_the_csv_has_a_line_a_value(published: Published, reproduced: list[Reproduced]) -> None:
     rows = list(csv.DictReader(csv_text(published, reproduced).splitlines()))
     assert len(rows) == sum(len(item.comparisons) for item in reproduced)
