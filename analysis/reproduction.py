@@ -50,7 +50,8 @@ def _table(items: Sequence[Reproduced]) -> Iterator[str]:
         first = f"{item.row.row:30} {item.simulation.rows:>5} {item.simulation.tokens:>8,}"
         lines = [_line(comparison) for comparison in item.comparisons] or list(_alone(item))
         for name in item.row.not_simulated:
-            lines.append(f"{name.replace('_', ' '):20} {_number(getattr(item.row.values, name)):>10} {'-':>10}")
+            title = name.removesuffix("_gib").replace("_", " ") + ", GiB" * name.endswith("_gib")
+            lines.append(f"{title:20} {_number(getattr(item.row.values, name)):>10} {'-':>10}")
         if item.row.out_of_memory_rows is not None:
             fits = item.simulation.most_rows >= item.row.out_of_memory_rows
             lines.append(
