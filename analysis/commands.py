@@ -290,3 +290,20 @@ def plot(arguments: argparse.Namespace) -> int:
     for path in written:
         print(path)
     return 0
+
+
+def reproduce(arguments: argparse.Namespace) -> int:
+    """Simulate the papers' tables, print them beside the published values, and write text, CSV and figure."""
+    from analysis.paper_findings import findings
+    from analysis.published import load_published
+    from analysis.reproduce import rankings
+    from analysis.reproduce import reproduce as run_reproduce
+    from analysis.reproduction import text, write
+
+    published = load_published().select(tuple(arguments.table))
+    reproduced = run_reproduce(published)
+    report = text(published, reproduced, rankings(reproduced), findings(reproduced))
+    files = write(arguments.output, published, reproduced, report)
+    print(report)
+    print(f"written to {', '.join(str(path) for path in files)}")
+    return 0

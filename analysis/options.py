@@ -145,6 +145,16 @@ def _plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", default="report", help="where figures and report go [%(default)s]")
 
 
+def _reproduce(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--table", metavar="NAME", action="append", default=[],
+        help="only this one: 4, 5, 6, 7, 9, text or reference; may be given again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", metavar="DIR", default="reproduction", help="where text, CSV and figure go [%(default)s]"
+    )
+
+
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exits with 1 if something that Conveyor cannot do without is missing."
 
@@ -172,6 +182,7 @@ COMMANDS = (
     Command("train", "train by a plan", _train),
     Command("bench", "train a matrix of workloads beside their ideal and plain PyTorch", _bench),
     Command("plot", "draw runs: predicted against measured", _plot),
+    Command("reproduce", "simulate MegaTrain's and LazyTrain's published tables beside what they print", _reproduce),
     Command("doctor", "say what this machine has and what is missing", _doctor),
 )
 

@@ -18,6 +18,13 @@ class AttentionShare(Schema):
     backward: float = pydantic.Field(gt=0, le=1)
 
 
+class AttentionShares(Schema):
+    """What a generation of GPUs reaches in attention, where it is known to differ from the derating's machine."""
+
+    points: tuple[AttentionShare, ...] = pydantic.Field(min_length=1)
+    source: str = pydantic.Field(min_length=1)
+
+
 class LinkShare(Schema):
     """The share of a link's nominal rate that pinned copies of one size reach."""
 
@@ -76,14 +83,17 @@ class Datasheet(Schema):
     hbm_bytes_per_second: BytesPerSecond
     link_bytes_per_second: BytesPerSecond  # each direction
     host_dram_bytes_per_second: BytesPerSecond
+    attention: AttentionShares | None = None  # in place of the derating's
 
     def profile(self, derating: Derating = H200_DERATING) -> HardwareProfile:
         """What these nominal figures promise after derating; the source of each figure says `datasheet: ...`."""
 
-        def derate(nominal: Figure, factor: float, unit: Unit = "bytes/s") -> Figure:
+        def derate(nominal: Figure, factor: float, unit: Unit = "bytes/s", why: str = derating.source) -> Figure:
             document = nominal.source.removeprefix("datasheet: ")
-            source = f"datasheet: {format_value(nominal.value, unit)} ({document}) x {factor:g} ({derating.source})"
+            source = f"datasheet: {format_value(nominal.value, unit)} ({document}) x {factor:g} ({why})"
             return Figure(value=nominal.value * factor, source=source)
+
+        attention = self.attention or AttentionShares(points=derating.attention, source=derating.source)
 
         dram = derate(self.host_dram_bytes_per_second, derating.host_dram)
 
@@ -116,11 +126,11 @@ class Datasheet(Schema):
                     precision=precision,
                     sequence_length=share.sequence_length,
                     backend="flash",
-                    forward_flops_per_second=derate(peak, share.forward, "FLOP/s"),
-                    backward_flops_per_second=derate(peak, share.backward, "FLOP/s"),
+                    forward_flops_per_second=derate(peak, share.forward, "FLOP/s", attention.source),
+                    backward_flops_per_second=derate(peak, share.backward, "FLOP/s", attention.source),
                 )
                 for precision, peak in self.matmul_flops_per_second.items()
-                for share in derating.attention
+                for share in attention.points
             ),
             hbm_bytes_per_second=derate(self.hbm_bytes_per_second, derating.hbm),
             link=Link(

@@ -40,9 +40,12 @@ class Kind(StrEnum):
     BACKWARD = "backward"
     FINISH_GRADIENT = "finish_gradient"
     STORE_GRADIENT = "store_gradient"
+    STORE_ACTIVATION = "store_activation"
+    LOAD_ACTIVATION = "load_activation"
     CLIP = "clip"
     UPDATE = "update"
     REPORT = "report"
+    ZERO_GRADIENT = "zero_gradient"
 
 
 class Role(StrEnum):
