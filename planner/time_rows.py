@@ -11,6 +11,7 @@ takes at least as long as any one resource needs for what must happen within it:
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
 - Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
 - Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
+- Host updates run slower beside copies where both ask for more than host DRAM moves (planner/contention.py).
 
 Left out: links that idle because slots are full, which layers stream (loads are averaged over a piece), contention
 outside these rows. The replay knows all of it.
@@ -23,8 +24,10 @@ from itertools import pairwise
 from typing import Literal
 
 from planner.coefficients import GRADIENT_SLABS, BlockCosts, Coefficients
+from planner.contention import update_loss
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.variables import Variables
+from simulator.replay import Price
 
 PassName = Literal["forward", "backward"]
 
@@ -129,6 +132,11 @@ class _TimeRows:
         """What a second of one link direction takes from the other beside it."""
         return min(1.0, (1 - self.c.sharing.duplex) / self.c.sharing.duplex)
 
+    def update_loss(self, copy: Callable[[BlockCosts], Price]) -> float:
+        """What a second of loads or of stores takes from host updates beside it."""
+        updates = (costs.update_host for costs in self.c.block_costs)
+        return update_loss(self.c.sharing, updates, map(copy, self.c.block_costs))
+
     def add_totals(self) -> None:
         """Each resource works for less than a step."""
         mip, step = self.mip, self.step
@@ -136,7 +144,11 @@ class _TimeRows:
         mip.at_least("compute beside stores", step, self.compute + self.slowed * self.d2h)
         mip.at_least("host to device", step, self.h2d + self.both * self.d2h)
         mip.at_least("device to host", step, self.d2h + self.both * self.h2d)
-        mip.at_least("host updates", step, self.host_updates)
+        loads = self.host_sum(lambda costs: costs.load.seconds) + self.least(lambda c: c.load.seconds) * self.again
+        slowed = self.update_loss(lambda costs: costs.load) * loads
+        mip.at_least("host updates beside loads", step, self.host_updates + slowed)
+        slowed = self.update_loss(lambda costs: costs.store) * self.d2h
+        mip.at_least("host updates beside stores", step, self.host_updates + slowed)
         moved = self.host_sum(
             lambda costs: (
                 (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.dram_rate
@@ -273,12 +285,15 @@ class _TimeRows:
         loads = self._layers_sum(lambda costs: costs.load.seconds)
         update, load = (self.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
         rest = group * min(self._seconds("forward")) * v.any_layer
-        row("the topmost layer: updates", updates + load * v.any_layer, rest)
+        # All loads but the last run beside updates and slow them, or come after them.
+        loss = self.update_loss(lambda costs: costs.load)
+        slowed = updates + loss * (embedding.load.seconds * v.embedding + loads)
+        row("the topmost layer: updates", slowed + (1 - loss) * load * v.any_layer, rest)
         row("the topmost layer: loads", loaded + loads, rest)
         row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
         moves = self._layers_sum(lambda costs: (costs.update_host.dram_bytes + costs.load.dram_bytes) / rate)
         row("the topmost layer: DRAM", moved + moves, rest)
-        row("the head: updates", updates + (head.update_host.seconds + head.load.seconds) * v.head, Linear())
+        row("the head: updates", slowed + (head.update_host.seconds + head.load.seconds) * v.head, Linear())
         row("the head: loads", loaded + loads + head.load.seconds * v.head, Linear())
         traffic = head.update_host.dram_bytes + head.load.dram_bytes
         row("the head: DRAM", moved + moves + traffic / rate * v.head, Linear())
@@ -307,7 +322,9 @@ class _TimeRows:
             row(
                 "the lowest layer after the embedding", stored, edge, (update + load) * v.any_layer, from_lowest, middle
             )
-            row("the topmost layer: updates", stored, edge, updates, load * v.any_layer, one_forward, middle)
+            loss = self.update_loss(lambda costs: costs.load)
+            slowed = updates + loss * loads + (1 - loss) * load * v.any_layer
+            row("the topmost layer: updates", stored, edge, slowed, one_forward, middle)
             row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
         else:
             # Updates follow gradients from the top down: those of the layers above come first.
