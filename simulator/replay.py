@@ -41,6 +41,8 @@ def granted_shares(asked: Mapping[Resource, float], bytes_per_second: float) -> 
     Whoever asks for less than an even share has all of it, the others share what is left evenly. An operation whose
     price asks for more than the memory carries has all of it when it is alone.
     """
+    if len(asked) < 2:
+        return dict.fromkeys(asked, 1.0)
     left = bytes_per_second
     demand = {resource: min(value, left) for resource, value in asked.items()}
     shares = {}
