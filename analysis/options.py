@@ -143,6 +143,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def _plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="directories of runs")
     parser.add_argument("--output", metavar="DIR", default="report", help="where figures and report go [%(default)s]")
+    parser.add_argument(
+        "--fidelity", action="store_true", help="how well all these runs were predicted, instead of a report on each"
+    )
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:

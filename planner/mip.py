@@ -52,7 +52,8 @@ class Linear:
         return name
 
     def value(self, values: Mapping[str, float]) -> float:
-        return self.constant + sum(map(mul, self.terms.values(), map(values.__getitem__, self.terms)))
+        left: float = sum(map(mul, self.terms.values(), map(values.__getitem__, self.terms)))
+        return self.constant + left
 
 
 def total(expressions: Iterable[Linear]) -> Linear:

@@ -136,7 +136,8 @@ class _TimeRows:
         """What a second of loads or of stores takes from host updates beside it."""
         layers = (layers[0] for layers in self.c.kinds.values())
         kinds = [self.c.block_costs[block] for block in (0, *layers, -1)]
-        return update_loss(self.c.sharing, [costs.update_host for costs in kinds], map(copy, kinds), both_ways=both_ways)
+        updates = [costs.update_host for costs in kinds]
+        return update_loss(self.c.sharing, updates, map(copy, kinds), both_ways=both_ways)
 
     def _updates_beside_loads(self, updates: Linear, loads: Linear) -> Linear:
         """With exact clipping: when all updates have ended and all these loads, each of which follows its update.
