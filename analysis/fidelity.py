@@ -137,7 +137,8 @@ def _draw_step_times(axis: Axes, groups: Mapping[str, Sequence[Attempt]], failed
     for group, members in points.items():
         axis.plot(*zip(*members, strict=True), linestyle="none", label=f"{group} ({len(members)})", **_MARKERS[group])
     if failed:
-        axis.plot([low] * len(lost), lost, clip_on=False, label=f"not measured ({len(failed)})", **_FAILED)
+        # An empty line that is not clipped would have no size to lay the figure out by.
+        axis.plot([low] * len(lost), lost, clip_on=not lost, label=f"not measured ({len(failed)})", **_FAILED)
     if logarithmic:
         axis.set_xscale("log")
         axis.set_yscale("log")
