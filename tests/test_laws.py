@@ -28,7 +28,7 @@ RICHER = ("device memory", "host memory", "link", "compute", "host DRAM")
 
 UNHURRIED = tuple(HealthCheck)  # a problem takes hundreds of draws, a plan a second
 FEW = settings(max_examples=8, derandomize=True, deadline=None, database=None, suppress_health_check=UNHURRIED)
-MANY = settings(FEW, max_examples=150)
+MANY = settings(FEW, max_examples=30)
 randoms = st.randoms(use_true_random=False)
 
 
