@@ -39,6 +39,8 @@ def positive_size(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number of at least 1, for argparse."""
+    if len(text) > 30:
+        raise argparse.ArgumentTypeError(f"{text[:30]!r}... is no number of anything")
     if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
