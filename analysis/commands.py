@@ -284,9 +284,14 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def plot(arguments: argparse.Namespace) -> int:
     """Draw runs and results files into figures and one page."""
+    from analysis.fidelity import plot_fidelity
     from analysis.report import plot as draw
 
-    written = draw(arguments.runs, arguments.output)
+    if arguments.fidelity:
+        text, written = plot_fidelity(arguments.runs, arguments.output)
+        print(text)
+    else:
+        written = draw(arguments.runs, arguments.output)
     for path in written:
         print(path)
     return 0

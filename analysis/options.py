@@ -39,6 +39,8 @@ def positive_size(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number of at least 1, for argparse."""
+    if len(text) > 30:
+        raise argparse.ArgumentTypeError(f"{text[:30]!r}... is no number of anything")
     if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -143,6 +145,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def _plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="directories of runs")
     parser.add_argument("--output", metavar="DIR", default="report", help="where figures and report go [%(default)s]")
+    parser.add_argument(
+        "--fidelity", action="store_true", help="how well all these runs were predicted, instead of a report on each"
+    )
 
 
 def _reproduce(parser: argparse.ArgumentParser) -> None:

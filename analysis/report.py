@@ -29,12 +29,17 @@ def plot(sources: Sequence[Path | str], output: Path | str) -> list[Path]:
     """
     runs = load_sources(sources)
     report = Report(runs)
+    return write(output, report.drawings, "report.html", report.html())
+
+
+def write(output: Path | str, drawings: Sequence[Drawing], name: str, text: str) -> list[Path]:
+    """Write drawings and the page `name` into a folder, which is made; returns the files. Raises InputError."""
     output = Path(output)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        files = [path for drawing in report.drawings for path in drawing.save(output)]
-        written = output / "report.html"
-        written.write_text(report.html(), encoding="utf-8")
+        files = [path for drawing in drawings for path in drawing.save(output)]
+        written = output / name
+        written.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{output}: cannot be written ({error.strerror or error})") from error
     return [*files, written]

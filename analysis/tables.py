@@ -301,3 +301,15 @@ def markdown(frame: pandas.DataFrame) -> str:
     rows = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in frame.itertuples(index=False)]
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def aligned(frame: pandas.DataFrame) -> str:
+    """A table of text cells for a terminal: columns as wide as their widest cell. Empty for an empty frame."""
+    if frame.empty:
+        return ""
+    lines = [
+        [str(name) for name in frame.columns],
+        *([str(cell) for cell in row] for row in frame.itertuples(index=False)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -9,6 +9,7 @@ once: the greedy planner and the tests need no solver.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Literal
 
 TOLERANCE = 1e-6
@@ -51,7 +52,8 @@ class Linear:
         return name
 
     def value(self, values: Mapping[str, float]) -> float:
-        return self.constant + sum(factor * values[name] for name, factor in self.terms.items())
+        left: float = sum(map(mul, self.terms.values(), map(values.__getitem__, self.terms)))
+        return self.constant + left
 
 
 def total(expressions: Iterable[Linear]) -> Linear:

@@ -11,6 +11,7 @@ takes at least as long as any one resource needs for what must happen within it:
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
 - Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
 - Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
+- Host updates run slower beside copies where both ask for more than host DRAM moves (planner/contention.py).
 
 Left out: links that idle because slots are full, which layers stream (loads are averaged over a piece), contention
 outside these rows. The replay knows all of it.
@@ -23,8 +24,10 @@ from itertools import pairwise
 from typing import Literal
 
 from planner.coefficients import GRADIENT_SLABS, BlockCosts, Coefficients
+from planner.contention import update_loss
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.variables import Variables
+from simulator.replay import Price
 
 PassName = Literal["forward", "backward"]
 
@@ -129,6 +132,20 @@ class _TimeRows:
         """What a second of one link direction takes from the other beside it."""
         return min(1.0, (1 - self.c.sharing.duplex) / self.c.sharing.duplex)
 
+    def update_loss(self, copy: Callable[[BlockCosts], Price], *, both_ways: bool = True) -> float:
+        """What a second of loads or of stores takes from host updates beside it."""
+        layers = (layers[0] for layers in self.c.kinds.values())
+        kinds = [self.c.block_costs[block] for block in (0, *layers, -1)]
+        updates = [costs.update_host for costs in kinds]
+        return update_loss(self.c.sharing, updates, map(copy, kinds), both_ways=both_ways)
+
+    def _updates_beside_loads(self, updates: Linear, loads: Linear) -> Linear:
+        """With exact clipping: when all updates have ended and all these loads, each of which follows its update.
+
+        Gradients leave in the order of updates turned round, so no store is left once the first update has begun.
+        """
+        return updates + self.update_loss(lambda costs: costs.load, both_ways=False) * loads
+
     def add_totals(self) -> None:
         """Each resource works for less than a step."""
         mip, step = self.mip, self.step
@@ -136,7 +153,11 @@ class _TimeRows:
         mip.at_least("compute beside stores", step, self.compute + self.slowed * self.d2h)
         mip.at_least("host to device", step, self.h2d + self.both * self.d2h)
         mip.at_least("device to host", step, self.d2h + self.both * self.h2d)
-        mip.at_least("host updates", step, self.host_updates)
+        loads = self.host_sum(lambda costs: costs.load.seconds) + self.least(lambda c: c.load.seconds) * self.again
+        slowed = self.update_loss(lambda costs: costs.load) * loads
+        mip.at_least("host updates beside loads", step, self.host_updates + slowed)
+        slowed = self.update_loss(lambda costs: costs.store) * self.d2h
+        mip.at_least("host updates beside stores", step, self.host_updates + slowed)
         moved = self.host_sum(
             lambda costs: (
                 (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.dram_rate
@@ -184,10 +205,13 @@ class _TimeRows:
             reload, reload_dram = self._returning(lambda costs: costs.load.seconds), self._returning_dram
         mip.at_least(f"{title}: compute", piece, work + edge + self.slowed * reload)
         mip.at_least(f"{title}: DRAM", piece, reload_dram)
-        ends = 0.0
-        if self.c.outline.checkpoint_interval == 1 and self.c.backward_kinds == self.c.kinds:
-            ends = edge + 2 * group * min(self._seconds(name))
-        mip.at_least(f"{title}: loads", piece, reload + ends * self.variables.any_reloads)
+        mip.at_least(f"{title}: loads", piece, reload + self._around_loads(edge, group, name))
+
+    def _around_loads(self, edge: float, group: int, name: PassName) -> Linear:
+        """Compute of a piece before its first load and after its last one: a layer's pass each."""
+        if self.c.outline.checkpoint_interval > 1 or self.c.backward_kinds != self.c.kinds:
+            return Linear()
+        return (edge + 2 * group * min(self._seconds(name))) * self.variables.any_reloads
 
     def _returning(self, cost: Callable[[BlockCosts], float]) -> Linear:
         """A cost of the loads that a backward begins with."""
@@ -222,9 +246,13 @@ class _TimeRows:
         if c.memory.slab_bytes:
             stores = [c.block_costs[layers[0]].store.seconds for layers in c.kinds.values()]
             left = self._layers_sum(lambda costs: costs.store.seconds) - GRADIENT_SLABS * max(stores)
-            mip.at_least(
-                "last backward: stores", last, left + self.both * self._returning(lambda costs: costs.load.seconds)
-            )
+            reload = self._returning(lambda costs: costs.load.seconds)
+            mip.at_least("last backward: stores", last, left + self.both * reload)
+            # Stores may go on beside the compute after the last load: there they slow none.
+            around, beside = self._around_loads(group * c.loss.seconds, group, "backward"), left
+            if around.terms:
+                beside -= group * min(self._seconds("backward"))
+            mip.at_least("last backward: loads beside stores", last, reload + around + self.both * beside)
         return last
 
     def _below_lowest(self, kind: int) -> Linear:
@@ -273,12 +301,15 @@ class _TimeRows:
         loads = self._layers_sum(lambda costs: costs.load.seconds)
         update, load = (self.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
         rest = group * min(self._seconds("forward")) * v.any_layer
-        row("the topmost layer: updates", updates + load * v.any_layer, rest)
+        # All loads but the last run beside updates and slow them, or come after them.
+        last, before = load * v.any_layer, embedding.load.seconds * v.embedding + loads
+        row("the topmost layer: updates", self._updates_beside_loads(updates, before - last) + last, rest)
         row("the topmost layer: loads", loaded + loads, rest)
         row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
         moves = self._layers_sum(lambda costs: (costs.update_host.dram_bytes + costs.load.dram_bytes) / rate)
         row("the topmost layer: DRAM", moved + moves, rest)
-        row("the head: updates", updates + (head.update_host.seconds + head.load.seconds) * v.head, Linear())
+        chain = self._updates_beside_loads(updates, before) + (head.update_host.seconds + head.load.seconds) * v.head
+        row("the head: updates", chain, Linear())
         row("the head: loads", loaded + loads + head.load.seconds * v.head, Linear())
         traffic = head.update_host.dram_bytes + head.load.dram_bytes
         row("the head: DRAM", moved + moves + traffic / rate * v.head, Linear())
@@ -307,7 +338,9 @@ class _TimeRows:
             row(
                 "the lowest layer after the embedding", stored, edge, (update + load) * v.any_layer, from_lowest, middle
             )
-            row("the topmost layer: updates", stored, edge, updates, load * v.any_layer, one_forward, middle)
+            last_load = load * v.any_layer
+            chain = self._updates_beside_loads(updates, loads - last_load) + last_load
+            row("the topmost layer: updates", stored, edge, chain, one_forward, middle)
             row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
         else:
             # Updates follow gradients from the top down: those of the layers above come first.

@@ -18,8 +18,8 @@ WITHOUT_ROTARY = "_without_rotary"
 
 # Keys that hold dropout of parts which no language model here has.
 _OTHER_HEADS_DROPOUT = ("classifier_dropout", "summary_first_dropout")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts")
-_RECURRENT = ("mamba", "ssm_", "state_size", "conv_kernel", "conv_L_cache", "rwkv", "lru_width", "linear_attn", "slstm")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts")
+RECURRENT = ("mamba", "ssm_", "state_size", "conv_kernel", "conv_L_cache", "rwkv", "lru_width", "linear_attn", "slstm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def require_supported(config: Mapping[str, Any]) -> Family:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     raise UnsupportedChoice(
-        f"model family {model_type!r} is not supported: {_reason(config)}; "
+        f"model family {repr(model_type)[:80]} is not supported: {_reason(config)}; "
         f"this version trains {', '.join(sorted(FAMILIES))}"
     )
 
@@ -215,9 +215,9 @@ def _reason(config: Mapping[str, Any]) -> str:
         return f"it reads more than text{alone}"
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "it is no causal language model"
-    if any(key in keys for key in _EXPERTS):
+    if any(key in keys for key in EXPERTS):
         return "its layers are mixtures of experts"
-    if any(part in key for key in keys for part in _RECURRENT) or any(part in model_type for part in _RECURRENT):
+    if any(part in key for key in keys for part in RECURRENT) or any(part in model_type for part in RECURRENT):
         return "its layers are recurrent, or a mix of recurrent and attention layers"
     return "no test compares it with transformers' own model yet"
 

@@ -34,13 +34,14 @@ PassDirection = Literal["forward", "backward"]
 
 LINK_DIRECTIONS: tuple[LinkDirection, ...] = ("h2d", "d2h")
 CATALOGUE = Path(__file__).parent / "catalogue" / "hardware"
+MOST_TOKENS = 2**40  # far above what any point is measured at, and low enough to compute with
 
 
 class MatmulPoint(Schema):
     """What matrix products of a decoder layer's shapes sustain at `tokens` rows: 2 m k n FLOPs a product."""
 
     precision: Precision
-    tokens: int = pydantic.Field(gt=0)
+    tokens: int = pydantic.Field(gt=0, le=MOST_TOKENS)
     flops_per_second: FlopsPerSecond
 
 
@@ -53,7 +54,7 @@ class AttentionPoint(Schema):
     """
 
     precision: Precision
-    sequence_length: int = pydantic.Field(gt=0)
+    sequence_length: int = pydantic.Field(gt=0, le=MOST_TOKENS)
     backend: str = pydantic.Field(min_length=1)
     forward_flops_per_second: FlopsPerSecond
     backward_flops_per_second: FlopsPerSecond
@@ -63,7 +64,7 @@ class LinkPoint(Schema):
     """What one direction of the link, alone, carries in copies of `num_bytes` between pinned memory and the device."""
 
     direction: LinkDirection
-    num_bytes: int = pydantic.Field(gt=0)
+    num_bytes: int = pydantic.Field(gt=0, le=2**50)
     bytes_per_second: BytesPerSecond
 
 

@@ -14,7 +14,8 @@ Execution = Literal["streams", "inline"]
 
 def _check_memory(num_bytes: int) -> int:
     if not 2**26 <= num_bytes <= 2**50:
-        raise ValueError(f"{num_bytes} bytes is impossible: it lies between 64 MiB and 1 PiB, in bytes")
+        shown = f"{num_bytes} bytes" if abs(num_bytes) < 10**20 else "a number of so many digits"
+        raise ValueError(f"{shown} is impossible: it lies between 64 MiB and 1 PiB, in bytes")
     return num_bytes
 
 

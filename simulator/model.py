@@ -16,21 +16,13 @@ import pydantic
 from simulator.errors import InputError, UnsupportedChoice
 from simulator.families import FAMILIES, Family, require_plain, require_supported, variant_of, window_of
 from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
+from simulator.model_config import require_possible
 from simulator.nearest import did_you_mean, nearest_path
 from simulator.schema import Schema
 
 BlockKind = Literal["embedding", "layer", "head"]
 
 PROJECTION = "lm_head.weight"
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
 
 
 class TensorSpec(Schema):
@@ -212,10 +204,7 @@ def transformers_config(config: dict[str, Any]) -> Any:
     family = require_supported(config)
     if config.get("quantization_config"):
         raise UnsupportedChoice("the model is quantized ('quantization_config'); train from full-precision weights")
-    for key in (*SIZES, *family.sizes.values()):
-        value = config.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"model config: {key} is {value!r}; it must be a whole number of at least 1")
+    require_possible(config, family)
     try:
         hf_config = AutoConfig.for_model(**config)
     except Exception as error:

@@ -5,7 +5,7 @@ directions slow each other, copies and host updates share host DRAM evenly, and 
 little. Rates are constant between events (a fluid model), so a replay is a list of events, exact for its prices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from simulator.program import Buffer, Operation, Resource, StepProgram
@@ -33,6 +33,24 @@ class Sharing:
     duplex: float = 1.0  # rate of a copy while the other direction runs, relative to alone
     dram_bytes_per_second: float = float("inf")
     compute_beside_copies: float = 1.0  # rate of compute while copies run, relative to alone
+
+
+def granted_shares(asked: Mapping[Resource, float], bytes_per_second: float) -> dict[Resource, float]:
+    """The share of the host DRAM traffic it asks for that each resource gets: max-min.
+
+    Whoever asks for less than an even share has all of it, the others share what is left evenly. An operation whose
+    price asks for more than the memory carries has all of it when it is alone.
+    """
+    if len(asked) < 2:
+        return dict.fromkeys(asked, 1.0)
+    left = bytes_per_second
+    demand = {resource: min(value, left) for resource, value in asked.items()}
+    shares = {}
+    for served, (resource, value) in enumerate(sorted(demand.items(), key=lambda item: item[1])):
+        granted = min(value, left / (len(demand) - served))
+        shares[resource] = granted / value
+        left -= granted
+    return shares
 
 
 def replay(
@@ -144,18 +162,13 @@ class _Run:
             rates.update(dict.fromkeys(copies, self.sharing.duplex))
         if copies and Resource.COMPUTE in running:
             rates[Resource.COMPUTE] = self.sharing.compute_beside_copies
-        # An operation whose price asks for more than the memory carries has all of it when it is alone.
-        left = self.sharing.dram_bytes_per_second
-        demand = {
-            resource: min(rates[resource] * task.price.dram_bytes / task.price.seconds, left)
+        asked = {
+            resource: rates[resource] * task.price.dram_bytes / task.price.seconds
             for resource, task in ((r, self.tasks[p]) for r, p in running.items())
             if task.price.dram_bytes and task.price.seconds
         }
-        # Max-min: whoever asks for less than an even share has all of it, the others share what is left evenly.
-        for served, (resource, asked) in enumerate(sorted(demand.items(), key=lambda item: item[1])):
-            granted = min(asked, left / (len(demand) - served))
-            rates[resource] *= granted / asked
-            left -= granted
+        for resource, share in granted_shares(asked, self.sharing.dram_bytes_per_second).items():
+            rates[resource] *= share
         return rates
 
     @property

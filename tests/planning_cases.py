@@ -318,6 +318,16 @@ def eager_case(seed: int, num_layers: int, *, rows: int = 1, max_kinds: int = 1)
     raise AssertionError("no such case")
 
 
+def joint_case(seed: int, num_layers: int) -> Case:
+    """A random problem of one micro-batch with all save levels of compiled layers, of one kind."""
+    for attempt in range(1000):
+        case = random_case(Random(f"joint.{seed}.{attempt}"), max_layers=num_layers, max_rows=1)
+        kinds = set(case.model.kind_of_block[1:-1])
+        if case.model.num_layers == num_layers and case.workload.compiled and len(kinds) == 1:
+            return case
+    raise AssertionError("no such case")
+
+
 def tight_limits(random: Random, case: Case) -> Limits:
     """Limits between the least and the most that random policies take: most of the time they bind."""
     figures = [

@@ -6,6 +6,7 @@ import pytest
 from planning_cases import Case, machine, random_case, random_policy, seven_billion, toy_model
 
 from planner.coefficients import Outline
+from planner.contention import update_loss
 from planner.layout import policies
 from planner.memory_rows import GB
 from planner.outlines import outlines
@@ -16,6 +17,7 @@ from planner.variables import policy_decisions
 from simulator.hardware import load_hardware
 from simulator.policy import SAVE_LEVELS, Policy, Workload
 from simulator.predict import ALLOCATOR_SLACK
+from simulator.replay import Price, Sharing
 
 PLENTY = Limits(device_memory_bytes=2**60, host_memory_bytes=2**60)
 ROUNDING = 1e-9
@@ -108,3 +110,27 @@ def test_every_save_level_of_a_compiled_workload_is_a_choice() -> None:
     problem = Problem(model, Workload(sequence_length=8, tokens_per_step=8, compiled=True), machine(), PLENTY)
     levels = problem.formulation(Outline(1, (1,))).coefficients.levels
     assert levels == tuple(SAVE_LEVELS)
+
+
+# What updates lose to copies, by hand: an update of 3 bytes/s alone, host DRAM that moves 4
+
+
+@pytest.mark.parametrize(
+    ("copy_rate", "duplex", "both_ways", "loss"),
+    [
+        (1.0, 1.0, False, 0.0),  # 3 + 1 fit
+        (2.0, 1.0, False, 1 / 3),  # the copy has its 2, the update 2 of 3
+        (2.0, 0.5, False, 1 / 3),
+        (2.0, 0.5, True, 0.0),  # beside a copy the other way it asks for 1
+        (2.0, 0.75, True, 1 / 6 / 0.75),  # it asks for 1.5, so the update has 2.5 of 3 for 1 / 0.75 as long
+        (8.0, 1.0, False, (1 / 3) / (1 / 2)),  # alone it has 4; both have 2, and it takes twice as long
+    ],
+)
+def test_what_updates_lose_to_copies_is_what_max_min_sharing_takes(
+    copy_rate: float, duplex: float, both_ways: bool, loss: float
+) -> None:
+    sharing = Sharing(duplex=duplex, dram_bytes_per_second=4.0)
+    update, copy = Price(10.0, dram_bytes=30.0), Price(2.0, dram_bytes=2.0 * copy_rate)
+    nothing = Price(0.0)
+    assert update_loss(sharing, [update, nothing], [nothing, copy], both_ways=both_ways) == pytest.approx(loss)
+    assert update_loss(sharing, [nothing], [copy], both_ways=both_ways) == 0.0

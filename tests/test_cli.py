@@ -112,6 +112,7 @@ def test_options_of_plan() -> None:
             {"matrix": "matrix.yaml", "case": ["a", "b"], "results": "r.json", "clip": "clipped", "no_plain": True},
         ),
         ("plot runs/a runs/b --output figures", {"runs": ["runs/a", "runs/b"], "output": "figures"}),
+        ("plot --fidelity runs/a list.json", {"runs": ["runs/a", "list.json"], "fidelity": True}),
         ("doctor", {"command": "doctor"}),
     ],
 )
@@ -137,6 +138,7 @@ def test_options_of_the_others(line: str, expected: dict[str, object]) -> None:
         ("simulate plan.json --trace missing/trace.json", "there is no folder 'missing'"),
         (f"{PLAN} --out plan.json", "unrecognized arguments: --out plan.json"),
         (f"{PLAN} --micro-batch-rows 0", "'0' is not a whole number of at least 1"),
+        (f"{PLAN} --micro-batch-rows {'9' * 5000}", "is no number of anything"),
         ("measure --model m --hardware h --sequence-length 1.5", "'1.5' is not a whole number of at least 1"),
         ("train run.yaml --dry-run other.yaml", "unrecognized arguments: other.yaml"),
         ("plot", "required: RUN_DIR"),

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         (("host", "pinned_limit_bytes"), 97 * GIB, "host.pinned_limit_bytes: is more than host.memory_bytes"),
         (("device", "kind"), "cpu", "execution: 'streams' is impossible on a 'cpu' device"),
         (("execution",), "inline", "execution: 'inline' is impossible on a 'cuda' device"),
+        (("device", "memory_bytes"), 10**400, "device.memory_bytes: a number of so many digits is impossible"),
+        (("link", "points", 0, "num_bytes"), 10**400, "link.points.0.num_bytes: Input should be less than"),
+        (("matmul", 0, "tokens"), 10**400, "matmul.0.tokens: Input should be less than"),
+        (("attention", 0, "sequence_length"), 10**400, "attention.0.sequence_length: Input should be less than"),
     ],
 )
 def test_impossible_figures_are_refused_by_key(
@@ -73,6 +78,47 @@ def test_impossible_figures_are_refused_by_key(
     assert str(refusal.value).startswith(f"{file}: ")
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "0", "null", '"fast"', "[]", "{}"])
+def test_no_figure_of_a_profile_may_be_nonsense(tmp_path: Path, value: str) -> None:
+    fields = TOY.model_dump(mode="json")
+    for path in figure_paths(fields):
+        if value == "0" and path[-2] == "context_bytes":
+            continue  # a CPU machine's
+        file = tmp_path / "odd.json"
+        text = json.dumps(changed(*path, value="HERE"))
+        file.write_text(text.replace('"HERE"', value), encoding="utf-8")
+        with pytest.raises(InputError) as refusal:
+            load_hardware(file)
+        assert ".".join(str(key) for key in path[:-1]) in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
+def test_no_figure_that_a_machine_cannot_be_known_without_may_be_missing(tmp_path: Path) -> None:
+    fields = TOY.model_dump(mode="json")
+    for path in figure_paths(fields):
+        key = path[:-1]  # the figure with its source
+        if key[0] in ("disk", "sustained_factor", "price_per_hour") or "pageable" in key:
+            continue
+        left = changed(*key, value="HERE")
+        place: Any = left
+        for step in key[:-1]:
+            place = place[step]
+        del place[key[-1]]
+        (tmp_path / "short.json").write_text(json.dumps(left), encoding="utf-8")
+        with pytest.raises(InputError, match=re.escape(".".join(map(str, key))) + ": Field required"):
+            load_hardware(tmp_path / "short.json")
+
+
+def figure_paths(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Paths of the values of all figures in a profile's JSON."""
+    if isinstance(node, dict) and set(node) == {"value", "source"}:
+        yield (*path, "value")
+    elif isinstance(node, dict | list):
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from figure_paths(child, (*path, key))
 
 
 def test_a_cpu_machine_has_one_memory() -> None:

@@ -228,6 +228,40 @@ def test_an_impossible_size_is_named_with_its_value(family: str, key: str, value
 
 
 @pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; no model has more than 4,096"),
+        ({"hidden_size": 2**40}, "hidden_size is 1099511627776; no model"),
+        ({"num_key_value_heads": 10**400}, "num_key_value_heads is a number of so many digits"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a finite number"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e+300; it must lie between"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must lie between"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0; it must lie between"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}},
+            "rope_parameters.rope_theta is inf",
+        ),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"initializer_range": float("nan")}, "initializer_range is nan"),
+        ({"num_local_experts": 8}, "num_local_experts is 8, and llama models have no mixtures of experts"),
+        ({"vision_config": {"hidden_size": 8}}, "llama models have no vision or audio"),
+        ({"mamba_d_state": 16}, "llama models have no recurrent layers"),
+    ],
+)
+def test_numbers_that_no_model_has_and_parts_that_its_family_lacks_are_named(
+    changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        model_spec(config("llama", **changes))
+    assert told in one_sentence(error)
+
+
+@pytest.mark.parametrize("changes", [{"num_experts": 1}, {"vision_config": None}, {"num_local_experts": 0}])
+def test_parts_that_are_switched_off_are_none(changes: dict[str, Any]) -> None:
+    assert model_spec(config("llama", **changes)) == model_spec(config("llama"))
+
+
+@pytest.mark.parametrize(
     ("family", "changes", "told"),
     [
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),

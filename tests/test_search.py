@@ -12,6 +12,7 @@ from planning_cases import (
     eager_case,
     every_policy,
     fastest_by_replay,
+    joint_case,
     machine,
     random_case,
     seven_billion,
@@ -81,6 +82,25 @@ def test_plan_is_the_fastest_of_all_policies_of_three_layers_in_two_micro_batche
 @pytest.mark.parametrize(("num_layers", "seed"), [(4, 0), (4, 1), (4, 2), (5, 3), (5, 11), (6, 1)])
 def test_plan_is_the_fastest_of_all_policies_of_more_layers(num_layers: int, seed: int) -> None:
     case = eager_case(seed, num_layers)
+    limits = tight_limits(Random(seed), case)
+    fastest = fastest_by_replay(case, limits, that_could_win(case, limits))
+    assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_plan_is_the_fastest_of_all_policies_of_three_layers_with_every_choice_there_is(seed: int) -> None:
+    # Six save levels and all homes; every policy is replayed, and no bound says which need not be.
+    case = joint_case(seed, 3)
+    limits = tight_limits(Random(seed), case)
+    fastest = fastest_by_replay(case, limits, every_policy(case))
+    assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 9))
+def test_plan_is_the_fastest_that_could_win_of_three_layers_with_every_choice_there_is(seed: int) -> None:
+    case = joint_case(seed, 3)
     limits = tight_limits(Random(seed), case)
     fastest = fastest_by_replay(case, limits, that_could_win(case, limits))
     assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
