@@ -232,10 +232,9 @@ class Run:
                 results.append(result)
                 seconds.append(result.reported - clock)
                 clock = result.reported
-                lost = None
                 if result.step == recorded:
                     self.timeline = trainer.timeline(seconds[-1])
-                    lost = self.timeline.lost_seconds()
+                lost = trainer.lost_seconds(seconds[-1])
                 self._log(result, seconds[-1], data_waits.pop(result.step), host_peak.peak_bytes, lost)
                 progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
 
@@ -316,7 +315,7 @@ class Run:
         return patience is not None and evaluations_without_improvement(self.eval_losses) >= patience
 
     def _log(
-        self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float] | None
+        self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float]
     ) -> None:
         if not math.isfinite(result.gradient_norm) and self.policy.clipping != "global":
             self.saved.writer.finish()

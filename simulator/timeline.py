@@ -86,9 +86,9 @@ class Timeline:
         return {label: total for label, total in seconds.items() if total > 0}
 
     def lost_seconds(self) -> dict[str, float]:
-        """The part of the breakdown in which the compute resource waited, by cause."""
-        causes = {*WAITING.values(), OTHER_WAIT}
-        return {label: seconds for label, seconds in self.breakdown().items() if label in causes}
+        """The part of the breakdown in which the compute resource waited, by cause: all causes, 0 for most."""
+        breakdown = self.breakdown()
+        return {cause: breakdown.get(cause, 0.0) for cause in dict.fromkeys((*WAITING.values(), OTHER_WAIT))}
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds that each resource worked in the step."""
