@@ -141,6 +141,7 @@ class StreamRunner:
         self.stream_wait = StreamWait()
         self.launched: dict[str, Launched] = {}  # this step
         self.launched_before: dict[str, Launched] = {}  # the step before
+        self._begun: set[Resource] = set()  # streams on which something of this step was launched
         # Ends of compute operations that may not have finished, each with the newest host operation awaited by then.
         self._ahead: deque[tuple[torch.cuda.Event, int]] = deque()
         self._awaited = 0  # the newest host operation that a stream waits for
@@ -155,6 +156,7 @@ class StreamRunner:
     def run(self, program: Program, *, record: bool = False) -> None:
         """Launch a program. Returns before it has finished."""
         self.launched_before, self.launched = self.launched, {}
+        self._begun.clear()
         if record:
             self._reference = self._clock_reference()
         if self._report_clock is None:
@@ -184,7 +186,9 @@ class StreamRunner:
                 self._awaited = max(self._awaited, awaited.number)
         launched = Launched(operation)
         with torch.cuda.stream(stream):
-            if record or operation.waits:  # what waits tells in every step how long
+            # What waits, and what begins a program, tells in every step how long its stream did nothing.
+            if record or operation.waits or operation.resource not in self._begun:
+                self._begun.add(operation.resource)
                 launched.start = torch.cuda.Event(enable_timing=True)
                 launched.start.record(stream)
             with doing(f"launching operation {operation.name}"):

@@ -28,7 +28,8 @@ class Launched:
 def event_times(launched: Mapping[str, Launched], epoch: torch.cuda.Event) -> dict[str, tuple[float, float]]:
     """Start and end of the operations of a program that has reported, seconds after `epoch`. Waits for nothing.
 
-    All times are the GPU's. An operation without an event at its start began when its stream had ended the one before.
+    All times are the GPU's. An operation without an event at its start began when its stream had ended the one before;
+    the first one on a stream has such an event.
     The host keeps another clock: its operation ended when the first stream that it held up went on, and lasted as long
     as the host says. Left out are operations that have not ended yet, and host operations that held up no stream.
     """
@@ -40,7 +41,7 @@ def event_times(launched: Mapping[str, Launched], epoch: torch.cuda.Event) -> di
             continue
         resource, waits = item.operation.resource, [w.operation for w in item.operation.waits if w.step_offset == 0]
         end = epoch.elapsed_time(item.end) / 1e3
-        start = epoch.elapsed_time(item.start) / 1e3 if item.start is not None else free.get(resource, end)
+        start = epoch.elapsed_time(item.start) / 1e3 if item.start is not None else free[resource]
         # When nothing but the host can have kept the stream from starting.
         ready = max([free.get(resource, -math.inf), *(times[wait][1] for wait in waits if wait in times)])
         if start - ready > GAP_SECONDS:

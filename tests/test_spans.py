@@ -51,8 +51,8 @@ def test_waiting_is_divided_between_the_update_and_the_copy_behind_it() -> None:
     found = lost(
         5.0,
         launched(Kind.UPDATE, Resource.HOST, block=2, host=(1000.2, 1002.4)),  # on the host's own clock
-        launched(Kind.FORWARD, Resource.COMPUTE, block=1, end=1.0),
-        launched(Kind.LOAD_WEIGHTS, Resource.H2D, block=1, end=0.5),
+        launched(Kind.FORWARD, Resource.COMPUTE, block=1, start=0.0, end=1.0),
+        launched(Kind.LOAD_WEIGHTS, Resource.H2D, block=1, start=0.1, end=0.5),
         launched(Kind.LOAD_WEIGHTS, Resource.H2D, "update.2", block=2, start=2.5, end=3.0),
         launched(Kind.FORWARD, Resource.COMPUTE, "load_weights.2", block=2, start=3.0, end=4.0),
         launched(Kind.REPORT, Resource.COMPUTE, end=5.0),
@@ -64,8 +64,8 @@ def test_an_update_that_ended_long_ago_is_not_blamed_for_what_something_else_hel
     found = lost(
         6.0,
         launched(Kind.UPDATE, Resource.HOST, block=2, host=(1000.0, 1000.1)),
-        launched(Kind.LOAD_WEIGHTS, Resource.H2D, block=1, end=0.5),
-        launched(Kind.FORWARD, Resource.COMPUTE, block=1, end=2.0),
+        launched(Kind.LOAD_WEIGHTS, Resource.H2D, block=1, start=0.1, end=0.5),
+        launched(Kind.FORWARD, Resource.COMPUTE, block=1, start=0.0, end=2.0),
         # The copy needs the slot that forward.1 reads, and starts as soon as that has ended.
         launched(Kind.LOAD_WEIGHTS, Resource.H2D, "update.2", "forward.1", block=2, start=2.0, end=3.5),
         launched(Kind.FORWARD, Resource.COMPUTE, "load_weights.2", block=2, start=3.5, end=5.0),
@@ -78,10 +78,10 @@ def test_an_update_that_waited_for_its_gradient_passes_the_blame_on() -> None:
     # Layerwise clipping: gradient out from 1.0 to 2.0, update from 2.0 to 2.6, weights back from 2.6 to 3.0.
     found = lost(
         4.0,
-        launched(Kind.FORWARD, Resource.COMPUTE, block=1, end=1.0),
+        launched(Kind.FORWARD, Resource.COMPUTE, block=1, start=0.0, end=1.0),
         launched(Kind.UPDATE, Resource.HOST, block=1, host=(499.0, 500.0)),
         launched(Kind.LOAD_WEIGHTS, Resource.H2D, "update.1", block=1, start=0.9, end=0.95),
-        launched(Kind.STORE_GRADIENT, Resource.D2H, block=2, end=2.0),
+        launched(Kind.STORE_GRADIENT, Resource.D2H, block=2, start=1.0, end=2.0),
         launched(Kind.UPDATE, Resource.HOST, "store_gradient.2", block=2, host=(501.0, 501.6)),
         launched(Kind.LOAD_WEIGHTS, Resource.H2D, "update.2", block=2, start=2.6, end=3.0),
         launched(Kind.FORWARD, Resource.COMPUTE, "load_weights.2", block=2, start=3.0, end=3.5),
@@ -95,8 +95,8 @@ def test_an_update_that_waited_for_its_gradient_passes_the_blame_on() -> None:
 def test_what_has_not_ended_is_left_out_and_not_waited_for() -> None:
     found = lost(
         2.0,
-        launched(Kind.LOAD_BATCH, Resource.H2D, block=0, end=0.4),
-        launched(Kind.LOSS, Resource.COMPUTE, block=9, end=0.1),
+        launched(Kind.LOAD_BATCH, Resource.H2D, block=0, start=0.0, end=0.4),
+        launched(Kind.LOSS, Resource.COMPUTE, block=9, start=0.0, end=0.1),
         launched(Kind.FORWARD, Resource.COMPUTE, "load_batch.0", block=0, start=0.4, end=1.0),
         launched(Kind.REPORT, Resource.COMPUTE, end=2.0),
         launched(Kind.STORE_GRADIENT, Resource.D2H, "forward.0", block=1, start=None, end=None),
