@@ -237,17 +237,19 @@ def deviations(run: Run, count: int = 6) -> pandas.DataFrame:
     """Kinds of operations whose time differs most from its prediction, summed over a step. Needs both timelines."""
     if run.predicted is None or run.measured is None:
         return pandas.DataFrame()
-    step = run.measured.step_seconds
-    return pandas.DataFrame(
-        {
-            "operations": kind.replace("_", " "),
-            "predicted": format_duration(predicted),
-            "measured": format_duration(measured),
-            "difference": _signed_seconds(measured - predicted),
-            "of step": format_error((measured - predicted) / step),
-        }
-        for kind, predicted, measured in largest_deviations(run.predicted, run.measured, count)
-    )
+    rows = []
+    for kind, predicted, measured in largest_deviations(run.predicted, run.measured, count):
+        difference = None if predicted is None or measured is None else measured - predicted
+        rows.append(
+            {
+                "operations": kind.replace("_", " "),
+                "predicted": "not predicted" if predicted is None else format_duration(predicted),
+                "measured": "not measured" if measured is None else format_duration(measured),
+                "difference": NOTHING if difference is None else _signed_seconds(difference),
+                "of step": NOTHING if difference is None else format_error(difference / run.measured.step_seconds),
+            }
+        )
+    return pandas.DataFrame(rows)
 
 
 def _signed_seconds(seconds: float) -> str:

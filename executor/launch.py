@@ -265,7 +265,11 @@ def comparison(plan: Plan, outcome: Outcome, predicted: Timeline) -> list[str]:
         "largest deviations, seconds a step:",
     ]
     for kind, before, after in largest_deviations(predicted, outcome.timeline):
-        lines.append(f"  {kind:28}{before:>12.4g}{after:>13.4g}")
+        cells = [
+            f"not {word}" if seconds is None else f"{seconds:.4g}"
+            for word, seconds in (("predicted", before), ("measured", after))
+        ]
+        lines.append(f"  {kind:25}{cells[0]:>15}{cells[1]:>13}")
     if outcome.exported is not None:
         lines.append(f"trained model: {outcome.exported}")
     return lines

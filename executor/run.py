@@ -44,9 +44,11 @@ MOST_LOST_STEPS = 20
 
 
 class Interrupted(ConveyorError):
-    """The user stopped the run; what was done until then is saved."""
+    """The user, or the system, stopped the run; what was done until then is saved. 130, or 143 after a SIGTERM."""
 
-    exit_code = 130
+    def __init__(self, message: str, *, exit_code: int = 130) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(slots=True)
@@ -196,19 +198,19 @@ class Run:
                     to_record, recorded = [target for target in to_record if target > step], step
                 finished(trainer.step(batch, record=record))
                 evaluated = False
-                if self.inputs.evaluation_due(step + 1) and not stop.is_set():
+                if self.inputs.evaluation_due(step + 1) and not stop.is_made:
                     finished(trainer.drain())
                     self._evaluate()
                     evaluated, clock = True, time.perf_counter()
                     if stopped_early := self.inputs.should_stop_early(self.eval_losses):
                         break
                 due = self.config.save_every and (step + 1) % self.config.save_every == 0
-                if self.saves and due and step + 1 < self.num_steps and not stop.is_set():
+                if self.saves and due and step + 1 < self.num_steps and not stop.is_made:
                     finished(trainer.drain())
                     if not self.lost_steps:  # else it would take the place of a checkpoint that is of use
                         self.saved.save(trainer, seed=self.config.seed, beside_training=True)
                     clock = time.perf_counter()
-                if stop.is_set():
+                if stop.is_made:
                     break
             finished(trainer.drain())
             interrupted = trainer.steps_done < self.num_steps and not stopped_early
@@ -225,7 +227,9 @@ class Run:
                 self.saved.save(trainer, seed=self.config.seed)
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
-                raise Interrupted(f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}")
+                raise Interrupted(
+                    f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}", exit_code=stop.exit_code
+                )
             if stopped_early:
                 self.say(
                     f"stopped early after {trainer.steps_done} of {self.num_steps} steps: "
