@@ -14,7 +14,7 @@ from executor.data.corpus import DataChoices
 from executor.data.dataset import Dataset, open_datasets
 from executor.evaluation import evaluations_without_improvement
 from executor.folder import require_free_disk
-from executor.huggingface import export_bytes, has_weights
+from executor.huggingface import ROOM_BYTES, export_bytes, has_weights
 from executor.loggers import require_loggers
 from executor.resume import changed_settings, flat_settings
 from executor.run_directory import CHECKPOINTS, EXPORTED, load_eval_losses
@@ -139,10 +139,9 @@ class RunInputs:
     def _require_disk(self) -> None:
         if self.saves:
             need = self.disk_need()
-            require_free_disk(
-                self.directory, need.num_bytes, what=f"{need.num_checkpoints} checkpoints and the exported model",
-                error=InputError, remedy="lower keep_checkpoints, or set output to a larger disk",
-            )  # fmt: skip
+            what = f"{need.num_checkpoints} checkpoints and the exported model"
+            remedy = "lower keep_checkpoints, or set output to a larger disk"
+            require_free_disk(self.directory, need.num_bytes + ROOM_BYTES, what=what, error=InputError, remedy=remedy)
 
     def _num_steps(self) -> int:
         if self.config.max_steps is not None:
