@@ -47,7 +47,9 @@ def download(name: str) -> HubDataset:
         rows = datasets.load_dataset(found["name"], found["config"], split=found["split"] or "train")
     except Exception as error:  # the library raises what its parsers and the network raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"data: {name} cannot be opened ({reason})") from error
+        offline = isinstance(error, ConnectionError)
+        hint = "; without a network only what was downloaded before is found, or files by their path" if offline else ""
+        raise InputError(f"data: {name} cannot be opened ({reason}){hint}") from error
     return _dataset(rows, name)
 
 
