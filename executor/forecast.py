@@ -28,7 +28,9 @@ def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
         )
     parts, unknown = run_seconds(plan, inputs)
     each = f" of {format_seconds(predicted.step_seconds)}"
-    words = [f"{name}{each if name.endswith(' steps') else ' ' + format_duration(s)}" for name, s in parts.items()]
+    words = [
+        f"{name}{each if index == 0 else ' ' + format_duration(s)}" for index, (name, s) in enumerate(parts.items())
+    ]
     without = f"; without {' and '.join(unknown)}" if unknown else ""
     lines.append(f"  {'time':14}{format_duration(sum(parts.values())):>11}  {', '.join(words)}{without}")
     return lines
@@ -38,7 +40,7 @@ def run_seconds(plan: Plan, inputs: RunInputs) -> tuple[dict[str, float], list[s
     """Seconds of a run by what they go to, and what takes time that nobody has measured."""
     hardware, workload, predicted = plan.hardware, plan.inputs.workload, plan.prediction
     steps = inputs.num_steps - inputs.first_step
-    parts: dict[str, float] = {f"{steps} steps": steps * predicted.step_seconds}
+    parts: dict[str, float] = {f"{steps} step{'s' * (steps != 1)}": steps * predicted.step_seconds}
     unknown: list[str] = []
     need = inputs.disk_need()
     loaded = need.checkpoint_bytes if inputs.resume_from is not None else inputs.model_bytes()
@@ -52,11 +54,13 @@ def run_seconds(plan: Plan, inputs: RunInputs) -> tuple[dict[str, float], list[s
     if inputs.eval_dataset is not None:
         batch = predict_evaluation(plan.model, workload, plan.policy, hardware, plan.costs).step_seconds
         count = inputs.num_evaluations()
-        parts[f"{count} evaluations"] = count * batch * (inputs.eval_dataset.steps_per_epoch or 0)
+        parts[f"{count} evaluation{'s' * (count != 1)}"] = count * batch * (inputs.eval_dataset.steps_per_epoch or 0)
     if inputs.saves and write is not None:
         one, saves = need.checkpoint_bytes / write.value, inputs.num_saves()
         waited = max(0.0, one - predicted.step_seconds)  # a save runs beside the step after it, the last one does not
-        parts[f"{saves} saves and the export"] = (saves - 1) * waited + one + need.model_bytes / write.value
+        parts[f"{saves} save{'s' * (saves != 1)} and the export"] = (
+            (saves - 1) * waited + one + need.model_bytes / write.value
+        )
     elif inputs.saves:
         unknown.append("saving")
     return parts, unknown

@@ -131,7 +131,7 @@ def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     with pytest.raises(InputError, match=r"rum\.yaml: does not exist; did you mean '.*/run\.yaml'\?"):
         load_config(tmp_path / "rum.yaml")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="is a folder; name a file of YAML in it"):
         load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes("model: caf\xe9\n".encode("latin-1"))
     with pytest.raises(InputError, match="is not UTF-8 text"):
