@@ -72,8 +72,10 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def three_digits(value: float) -> str:
-    """Three digits or more, never an exponent: `0.0123`, `2.00`, `11.0`, `649`, `1234`."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.3f}"
+    """Three digits or more, never an exponent: `0.000415`, `0.0123`, `2.00`, `11.0`, `649`, `1234`."""
+    if abs(value) >= 100 or value == 0:
+        return f"{value:.0f}" if value else "0.000"
+    return f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
 def format_error(share: float) -> str:
