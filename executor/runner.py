@@ -11,12 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from executor.out_of_memory import doing
-from executor.spans import Launched, event_times, span, spans_with_causes
+from executor.spans import Launched, ends_before, event_times, span, spans_with_causes
 from executor.streams import StreamWait
 from simulator.errors import ConveyorError
 from simulator.program import Kind, Operation, Program, Resource, Wait
@@ -121,6 +121,13 @@ class InlineRunner:
         """Nothing to release."""
 
 
+class _Launches(NamedTuple):
+    """A program's operations on their way, and those of the program before."""
+
+    launched: dict[str, Launched]
+    before: dict[str, Launched]
+
+
 class StreamRunner:
     """Runs programs on three CUDA streams and one worker thread."""
 
@@ -147,10 +154,10 @@ class StreamRunner:
         self._awaited = 0  # the newest host operation that a stream waits for
         self._recorded: dict[str, Launched] = {}
         self._reference: tuple[torch.cuda.Event, float] | None = None
-        # Programs with their reports, that nobody has waited for, and the host operation awaited by then.
-        self._reports: deque[tuple[dict[str, Launched], torch.cuda.Event, int]] = deque()
+        # Programs with the ones before and their reports, that nobody has waited for, and the host operation awaited.
+        self._reports: deque[tuple[_Launches, torch.cuda.Event, int]] = deque()
         self._report_clock: tuple[torch.cuda.Event, float] | None = None  # an event, and when it was
-        self._reported: tuple[dict[str, Launched], torch.cuda.Event] | None = None  # and an event from before all of it
+        self._reported: tuple[_Launches, torch.cuda.Event] | None = None  # and an event from before all of it
         self._epoch: torch.cuda.Event | None = None  # the report before that of `_report_clock`
 
     def run(self, program: Program, *, record: bool = False) -> None:
@@ -198,7 +205,7 @@ class StreamRunner:
         if operation.resource is Resource.COMPUTE:
             self._ahead.append((launched.end, self._awaited))
         if operation.kind is Kind.REPORT:
-            self._reports.append((self.launched, launched.end, self._awaited))
+            self._reports.append((_Launches(self.launched, self.launched_before), launched.end, self._awaited))
         if record:
             launched.device_bytes = self.device_bytes()
         return launched
@@ -245,8 +252,9 @@ class StreamRunner:
         """Spans of the program whose report was waited for last, as far as its events tell. Waits for nothing."""
         if self._reported is None:
             return []
-        launched, epoch = self._reported
-        return spans_with_causes([item.operation for item in launched.values()], event_times(launched, epoch))
+        (launched, before), epoch = self._reported
+        ends = ends_before(launched, before, epoch)
+        return spans_with_causes([item.operation for item in launched.values()], event_times(launched, epoch), ends)
 
     def _clock_reference(self) -> tuple[torch.cuda.Event, float]:
         # An event on an idle stream completes at once: it ties the GPU's clock to the host's.

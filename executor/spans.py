@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -56,8 +57,27 @@ def event_times(launched: Mapping[str, Launched], epoch: torch.cuda.Event) -> di
     return times
 
 
-def spans_with_causes(operations: Sequence[Operation], times: Mapping[str, tuple[float, float]]) -> list[Span]:
-    """Spans from the start of the first operation; the cause of a gap is the awaited operation that ended last."""
+def ends_before(
+    launched: Mapping[str, Launched], before: Mapping[str, Launched], epoch: torch.cuda.Event
+) -> dict[str, float]:
+    """When operations of the program `before` ended for which one of `launched` waits, seconds after `epoch`.
+
+    Of operations on streams; when the host was ready, nobody has told the GPU.
+    """
+    awaited = {wait.operation for item in launched.values() for wait in item.operation.waits if wait.step_offset}
+    ends = {name: before[name].end for name in awaited if name in before}
+    return {name: epoch.elapsed_time(end) / 1e3 for name, end in ends.items() if end is not None and end.query()}
+
+
+def spans_with_causes(
+    operations: Sequence[Operation],
+    times: Mapping[str, tuple[float, float]],
+    before: Mapping[str, float] = MappingProxyType({}),
+) -> list[Span]:
+    """Spans from the start of the first operation; the cause of a gap is the awaited operation that ended last.
+
+    `before` has the ends of awaited operations of the program before, by the same clock as `times`.
+    """
     origin = min((start for start, _ in times.values()), default=0.0)
     busy_until: dict[Resource, float] = {}
     spans = []
@@ -67,10 +87,12 @@ def spans_with_causes(operations: Sequence[Operation], times: Mapping[str, tuple
         start, end = times[operation.name]
         cause = ""
         if start - busy_until.get(operation.resource, start) > GAP_SECONDS:
-            awaited = [w.operation for w in operation.waits if w.step_offset == 0 and w.operation in times]
-            ended = max(awaited, key=lambda name: times[name][1], default="")
+            waits = [(wait.operation, wait.step_offset) for wait in operation.waits]
+            ends = {name: times[name][1] for name, offset in waits if not offset and name in times}
+            ends |= {name: before[name] for name, offset in waits if offset and name in before}
+            ended = max(ends, key=lambda name: ends[name], default="")
             # Only what ended inside the gap can have caused it.
-            if ended and times[ended][1] > busy_until[operation.resource]:
+            if ended and ends[ended] > busy_until[operation.resource]:
                 cause = ended
         busy_until[operation.resource] = max(end, busy_until.get(operation.resource, end))
         spans.append(span(operation, start - origin, end - origin, cause))

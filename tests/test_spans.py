@@ -1,11 +1,12 @@
 """Lost time of a step that nobody records: from the events of what waited, against a hand's arithmetic."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from executor.spans import Launched, event_times, spans_with_causes
+from executor.spans import Launched, ends_before, event_times, spans_with_causes
 from simulator.model import model_spec
 from simulator.policy import Workload, uniform_policy
 from simulator.program import Kind, Operation, Resource, Wait
@@ -90,6 +91,25 @@ def test_an_update_that_waited_for_its_gradient_passes_the_blame_on() -> None:
     assert found == pytest.approx(
         {"waiting for gradients": 1.0, "waiting for updates": 0.6, "waiting for weights": 0.4}
     )
+
+
+def test_what_waits_for_the_step_before_names_it() -> None:
+    # The gradient's slab is free when the step before has stored what it held: at 1.5, half a second late.
+    store = launched(Kind.STORE_GRADIENT, Resource.D2H, block=1, start=4.0, end=5.5)
+    finish = launched(Kind.FINISH_GRADIENT, Resource.COMPUTE, block=1, start=1.5, end=2.0)
+    finish.operation = replace(finish.operation, waits=(Wait("store_gradient.1", -1),))
+    items = [
+        launched(Kind.FORWARD, Resource.COMPUTE, block=1, start=0.0, end=1.0),
+        finish,
+        launched(Kind.REPORT, Resource.COMPUTE, end=4.0),
+        store,
+    ]
+    before = {"store_gradient.1": launched(Kind.STORE_GRADIENT, Resource.D2H, block=1, start=0.0, end=1.5)}
+    program, epoch = {item.operation.name: item for item in items}, Event(-10.0)
+    ends = ends_before(program, before, epoch)  # type: ignore[arg-type]
+    spans = spans_with_causes([item.operation for item in items], event_times(program, epoch), ends)  # type: ignore[arg-type]
+    found = Timeline(4.0, tuple(spans), {}, {}).lost_seconds()
+    assert found["waiting for gradients"] == pytest.approx(0.5)
 
 
 def test_what_has_not_ended_is_left_out_and_not_waited_for() -> None:
