@@ -7,6 +7,7 @@ training, ideal again.
 import gc
 import json
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from simulator.predict import step_figures
 from simulator.schema import Schema, describe
 from simulator.units import format_bytes, format_seconds
 
+WIDTH, _CASE = 100, 25  # columns of the table, and of a case's name in it
 WARM_SECONDS = 30.0
 TIMED_STEPS = 5
 # Norms of random models are between 1 and 100: one limit clips every step, the other none.
@@ -243,10 +245,14 @@ def release_device() -> None:
 
 
 def table(results: Sequence[RowResult]) -> str:
-    """All rows in lines: TFLOPS of ideal, plain PyTorch and Conveyor, ratio, prediction, peaks, lost time."""
+    """All rows in lines of at most `WIDTH` columns: TFLOPS of ideal, plain PyTorch and Conveyor, ratio, peaks.
+
+    What a step lost, or why a run failed, stands below its case.
+    """
     lines = [
-        f"{'case':34} {'ideal':>7} {'plain':>7} {'run':>7} {'of ideal':>9} {'predicted':>10} {'error':>7} "
-        f"{'device':>10} {'host':>10}  lost a step"
+        "TFLOPS (6 N T), and peaks as measured",
+        f"{'case':{_CASE}} {'ideal':>7} {'plain':>7} {'run':>7} {'of ideal':>9} {'predicted':>10} {'error':>7} "
+        f"{'device':>10} {'host':>10}",
     ]
     for result in results:
         model, tokens = result.plan.model, result.row.tokens_per_step
@@ -254,16 +260,23 @@ def table(results: Sequence[RowResult]) -> str:
         ideal = f"{flops / result.ideal.step_seconds:.0f}" if result.ideal else "-"
         plain = f"{flops / result.plain_seconds:.0f}" if result.plain_seconds else "-"
         for record in result.records:
-            figures = record.measured
+            figures, case = record.measured, record.case
+            if figures is None or record.predicted is None or len(case) > _CASE:
+                lines.append(case)
+                case = ""
             if figures is None or record.predicted is None:
-                lines.append(f"{record.case:34} {record.status}: {record.message}")
+                lines += _below(f"{record.status}: {record.message}")
                 continue
             ratio = f"{result.ideal.step_seconds / figures.step_seconds:.1%}" if result.ideal else "-"
-            lost = {cause: s for cause, s in figures.breakdown_seconds.items() if cause.startswith("waiting")}
             lines.append(
-                f"{record.case:34} {ideal:>7} {plain:>7} {figures.tflops:>7.0f} {ratio:>9} "
+                f"{case:{_CASE}} {ideal:>7} {plain:>7} {figures.tflops:>7.0f} {ratio:>9} "
                 f"{record.predicted.tflops:>10.0f} {record.predicted.step_seconds / figures.step_seconds - 1:>+7.1%} "
-                f"{format_bytes(figures.device_peak_bytes):>10} {format_bytes(figures.host_peak_bytes):>10}  "
-                + ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in lost.items())
+                f"{format_bytes(figures.device_peak_bytes):>10} {format_bytes(figures.host_peak_bytes):>10}"
             )
+            lost = {cause: s for cause, s in figures.breakdown_seconds.items() if cause.startswith("waiting")}
+            lines += _below(", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in lost.items()))
     return "\n".join(lines)
+
+
+def _below(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")

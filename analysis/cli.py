@@ -1,7 +1,7 @@
 """The front door: `conveyor COMMAND ...`.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted. Until a command runs, only the standard
-library is imported, so that --help is instant and works where torch does not.
+Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted (143: by SIGTERM). Until a command runs, only
+the standard library is imported, so that --help is instant and works where torch does not.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="conveyor",
         description="Train language models larger than the GPU: plan a run, train it, plot predicted against measured.",
-        epilog="Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted.",
+        epilog="Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted (143: by SIGTERM).",
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -3,14 +3,7 @@
 import argparse
 import tempfile
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from executor.config import TrainConfig
-    from planner.plan import Plan
-    from simulator.model import ModelSpec
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -68,6 +61,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found."""
     from executor.folder import require_writable
+    from executor.run_plan import allowed_bytes
     from planner.calibrate import fold_runs, load_run
     from planner.explain import plan_table
     from planner.plan import Limits
@@ -103,8 +97,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         costs = fold_runs([load_run(run) for run in arguments.calibrate], costs)
     limits = Limits(
-        device_memory_bytes=_limit("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
-        host_memory_bytes=_limit("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
+        device_memory_bytes=allowed_bytes("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
+        host_memory_bytes=allowed_bytes("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
         nvme_memory_bytes=arguments.nvme_memory,
     )
     found = run_plan(model, workload, hardware, limits, costs, model_path=arguments.model)
@@ -117,15 +111,6 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.output:
         print(f"written to {arguments.output}")
     return 0
-
-
-def _limit(name: str, asked: int | None, capacity_bytes: int) -> int:
-    """Bytes that a plan may use: what was asked for, and never more than the machine has."""
-    from simulator.errors import InputError
-
-    if asked == 0:
-        raise InputError(f"{name}: 0 bytes hold nothing; leave it out for all that the hardware has")
-    return min(asked or capacity_bytes, capacity_bytes)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -163,11 +148,11 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Train by a plan: the one given, or one made first."""
-    from executor.config import SYNTHETIC_DATA, load_config, resolved_yaml
-    from executor.folder import require_nameable, require_path
-    from executor.launch import launch, require_own_directory, settled
-    from executor.loggers import require_loggers
-    from executor.run import run_data
+    from executor.config import load_config, resolved_yaml
+    from executor.folder import require_nameable
+    from executor.launch import launch, require_own_directory, require_possible, settled
+    from executor.run_inputs import RunInputs, run_data
+    from executor.run_plan import earlier_plan, new_plan, require_named_files
     from planner.explain import plan_table
     from planner.plan import Plan
     from simulator.errors import InputError
@@ -199,52 +184,34 @@ def train(arguments: argparse.Namespace) -> int:
         require_own_directory(config)
     model_config = read_model_config(path)
     model = freeze(load_model_spec(path), config.freeze)
-    require_loggers(config.loggers)
-    for key in ("data", "eval_data"):  # before the minutes that probing and planning may take
-        source = getattr(config, key)
-        if source not in (None, SYNTHETIC_DATA):
-            require_path(source, what=key)
+    say = _comment if arguments.dry_run else print
+    if given is None and (given := earlier_plan(config, model, say=say)) is not None:
+        config, model = settled(config, given), given.model
+    if given is None:
+        require_named_files(config)
+    elif not arguments.dry_run:
+        require_possible(given, model)
     if arguments.dry_run:
+        datasets = run_data(config, model, say=lambda line: None)
         with tempfile.TemporaryDirectory() as folder:
-            planned = given or _plan_for(config, model, Path(folder), say=lambda line: print(f"# {line}"))
+            planned = given or new_plan(config, model, Path(folder), say=say)
         print(resolved_yaml(settled(config, planned)), end="")
-        print(textwrap.indent(plan_table(planned), "# ", lambda line: True))  # all of it stays YAML
-        for dataset in run_data(settled(config, planned), model, planned.inputs.workload, say=lambda line: None):
+        _comment(plan_table(planned))
+        for dataset in datasets:
             if dataset is not None:
-                print(textwrap.indent("\n".join(dataset.report.lines()), "# ", lambda line: True))
+                _comment("\n".join(dataset.report.lines()))
         return 0
-    planned = given or _plan_for(config, model, Path(config.output))
+    inputs = RunInputs(config, model)  # wrong data are found before the minutes that probing and planning may take
+    planned = given or new_plan(config, model)
     print(plan_table(planned))
-    launch(config, planned, model_config, model)
+    launch(config, planned, model_config, model, inputs=inputs)
     print(f"run directory: {config.output}; draw it with: conveyor plot {config.output}")
     return 0
 
 
-def _plan_for(config: "TrainConfig", model: "ModelSpec", folder: Path, *, say: Callable[[str], None] = print) -> "Plan":
-    """Plan a run that came without a plan, for the hardware that it names, or for this machine.
-
-    The profile of this machine is left in `folder`.
-    """
-    from planner.plan import Limits
-    from planner.search import plan as run_plan
-    from simulator.costs import OperationCosts
-    from simulator.hardware import load_hardware
-    from simulator.probe import probe as run_probe
-
-    if config.hardware:
-        hardware = load_hardware(config.hardware)
-    else:
-        say("no hardware profile is named: probing this machine")
-        folder.mkdir(parents=True, exist_ok=True)
-        hardware = run_probe(folder / "hardware.json")
-    compiled = hardware.device.kind == "cuda" if config.compiled == "auto" else config.compiled
-    limits = Limits(
-        device_memory_bytes=_limit("device_memory", config.device_memory, hardware.device.memory_bytes),
-        host_memory_bytes=_limit("host_memory", config.host_memory, hardware.host.memory_bytes),
-        nvme_memory_bytes=config.nvme_memory,
-    )
-    costs = OperationCosts.load(config.costs) if config.costs else None
-    return run_plan(model, config.workload(compiled=compiled), hardware, limits, costs, model_path=str(config.model))
+def _comment(text: str) -> None:
+    """Print beside YAML what is not part of it."""
+    print(textwrap.indent(text, "# ", lambda line: True))
 
 
 def bench(arguments: argparse.Namespace) -> int:

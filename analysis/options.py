@@ -173,7 +173,10 @@ def _model_and_hardware(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(parser: argparse._ActionsContainer) -> None:
     """Options that say in which numbers the layers compute."""
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="[%(default)s]")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp32", "fp64"), default="bf16",
+        help="fp64 is for comparisons, on machines whose profile has its rates [%(default)s]",
+    )  # fmt: skip
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--compiled", dest="compiled", action="store_const", const=True, help="layers by torch.compile")
     mode.add_argument("--eager", dest="compiled", action="store_const", const=False, help="default: compiled on a GPU")

@@ -72,8 +72,10 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def three_digits(value: float) -> str:
-    """Three digits or more, never an exponent: `0.0123`, `2.00`, `11.0`, `649`, `1234`."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.3f}"
+    """Three digits or more, never an exponent: `0.000415`, `0.0123`, `2.00`, `11.0`, `649`, `1234`."""
+    if abs(value) >= 100 or value == 0:
+        return f"{value:.0f}" if value else "0.000"
+    return f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
 def format_error(share: float) -> str:
@@ -237,17 +239,19 @@ def deviations(run: Run, count: int = 6) -> pandas.DataFrame:
     """Kinds of operations whose time differs most from its prediction, summed over a step. Needs both timelines."""
     if run.predicted is None or run.measured is None:
         return pandas.DataFrame()
-    step = run.measured.step_seconds
-    return pandas.DataFrame(
-        {
-            "operations": kind.replace("_", " "),
-            "predicted": format_duration(predicted),
-            "measured": format_duration(measured),
-            "difference": _signed_seconds(measured - predicted),
-            "of step": format_error((measured - predicted) / step),
-        }
-        for kind, predicted, measured in largest_deviations(run.predicted, run.measured, count)
-    )
+    rows = []
+    for kind, predicted, measured in largest_deviations(run.predicted, run.measured, count):
+        difference = None if predicted is None or measured is None else measured - predicted
+        rows.append(
+            {
+                "operations": kind.replace("_", " "),
+                "predicted": "not predicted" if predicted is None else format_duration(predicted),
+                "measured": "not measured" if measured is None else format_duration(measured),
+                "difference": NOTHING if difference is None else _signed_seconds(difference),
+                "of step": NOTHING if difference is None else format_error(difference / run.measured.step_seconds),
+            }
+        )
+    return pandas.DataFrame(rows)
 
 
 def _signed_seconds(seconds: float) -> str:

@@ -83,6 +83,7 @@ def _bars(runs: Sequence[Run], name: str) -> Drawing:
         axis.invert_yaxis()
         # Room for the numbers behind the longest bar.
         axis.set_xlim(0, 1.4 * max(value for _, value, _, _ in bars) or 1)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6))  # more would touch where numbers are long
         axis.set_xlabel("TFLOPS (6 N T per second)")
         axis.grid(axis="x")
         used = {look for _, _, look, _ in bars}

@@ -61,10 +61,11 @@ class CheckpointRecord(Schema):
 
 
 def checkpoint_bytes(model: ModelSpec, precision: Precision) -> int:
-    """Bytes on disk of one checkpoint, at most. Keeping N takes room for N + 1 while one is written."""
-    num_tensors = sum(len(model.block(index).tensors) for index in range(model.num_blocks))
-    parameter_bytes = PRECISIONS[precision].weight + state_bytes(precision, "fp32")
-    return model.num_parameters * parameter_bytes + 4 * num_tensors * 2 * _HEADER_BYTES + 2**16
+    """Bytes on disk of one checkpoint, at most. A block that is frozen as a whole has weights and nothing else."""
+    blocks = [model.block(index) for index in range(model.num_blocks)]
+    beside = state_bytes(precision, "fp32")
+    values = sum(b.num_parameters * (PRECISIONS[precision].weight + b.trained * beside) for b in blocks)
+    return values + 4 * sum(len(b.tensors) for b in blocks) * 2 * _HEADER_BYTES + 2**16
 
 
 def save(
@@ -131,6 +132,11 @@ def latest(folder: Path | str) -> Path | None:
     except InputError as error:
         raise InputError(f"{error}{_others(folder)}") from error
     return complete[-1][0] if complete else None
+
+
+def num_complete(folder: Path | str) -> int:
+    """How many whole checkpoints a folder holds."""
+    return len(_complete(Path(folder), skip_damaged=True))
 
 
 def to_resume(resume: str, folder: Path) -> Path | None:

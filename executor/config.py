@@ -26,6 +26,14 @@ from simulator.schema import Schema, describe
 from simulator.units import parse_bytes
 
 SYNTHETIC_DATA = "synthetic"  # in place of a path: random tokens, to benchmark
+# What a user may set in place of a key, and what may stand there.
+_HOW_TO_SAY = {
+    "model": "model (a Hugging Face folder, or its config.json)",
+    "tokens_per_step": "tokens_per_step (or global_batch_size in rows, or micro_batch_size with "
+    "gradient_accumulation_steps)",
+    "data": "a file or a folder, hub:owner/name, or synthetic",
+    "output": "the run's own directory",
+}
 _TRUTH_VALUES = ("compiled", "train_on_prompt", "skip_invalid", "packing")
 
 Name = Annotated[str, pydantic.Field(min_length=1)]
@@ -84,19 +92,21 @@ class TrainConfig(Schema):
     gradient_accumulation_steps: Count | None = None  # micro-batches of a step: follows from the others, and must agree
 
     # The optimizer: AdamW
-    learning_rate: float = pydantic.Field(default=2e-5, gt=0)  # the peak
+    learning_rate: float = pydantic.Field(default=2e-5, gt=0, le=10)  # the peak
     lr_schedule: LearningRateSchedule = "cosine"  # what follows the warm-up; wsd: stable, then a decay
     warmup_steps: int = pydantic.Field(default=0, ge=0)  # the rate rises over these; the first one's is not 0
     warmup_ratio: Share | None = None  # the same as a share of the run, rounded up
     min_lr_ratio: float = pydantic.Field(default=0.0, ge=0, le=1)  # where the fall would end, as a share of the peak
     wsd_decay_ratio: float = pydantic.Field(default=0.2, gt=0, le=1)  # share of the steps after the warm-up that decay
-    weight_decay: float = pydantic.Field(default=0.0, ge=0)  # on matrices, embeddings too; not on norms and biases
+    weight_decay: float = pydantic.Field(
+        default=0.0, ge=0, le=100
+    )  # on matrices, embeddings too; not on norms and biases
     betas: tuple[
         Annotated[float, pydantic.Field(ge=0, lt=1)],
         Annotated[float, pydantic.Field(ge=0, lt=1)],
     ] = (0.9, 0.999)  # how slowly the two moments forget
-    epsilon: float = pydantic.Field(default=1e-8, gt=0)  # beside the root of the second moment
-    max_grad_norm: float = pydantic.Field(default=1.0, gt=0)  # of all trained parameters together
+    epsilon: float = pydantic.Field(default=1e-8, gt=0, le=1)  # beside the root of the second moment
+    max_grad_norm: float = pydantic.Field(default=1.0, gt=0, le=1e9)  # of all trained parameters together
     freeze: Patterns = ()  # parameters that are not trained, as globs: model.layers.0.*, *.bias
 
     # Evaluation
@@ -117,7 +127,7 @@ class TrainConfig(Schema):
     resume_changes: ResumeChanges = "refuse"  # "accept": go on also where data, schedule or optimizer have changed
 
     # Numbers
-    precision: Precision = "bf16"  # of weights and activations; the master is fp32 in bf16 runs too
+    precision: Precision = "bf16"  # of weights and activations; the master is fp32 in bf16 runs too; fp64 is to compare
     gradient_format: GradientFormat = "fp32"  # of completed gradients; sums are fp32 whatever it is
     state_format: StateFormat | Literal["auto"] = "fp32"  # auto: the planner may choose
     clipping: Clipping = "global"  # by the norm of all gradients, of each layer's alone, or not at all
@@ -152,7 +162,8 @@ class TrainConfig(Schema):
         if "tokens_per_step" in missing and BatchSize.of(dict(self)).rows is not None:
             missing.remove("tokens_per_step")  # said in rows, it lacks the length only
         if self.plan is None and missing:
-            yield f"set {' and '.join(missing)}, or a plan that holds what is missing"
+            wanted = ", ".join(_HOW_TO_SAY.get(key, key) for key in missing)
+            yield f"set {wanted}; or a plan, which holds what is missing"
         try:
             check_columns(self.columns)
         except InputError as error:
@@ -175,6 +186,11 @@ class TrainConfig(Schema):
         if self.warmup_steps and self.warmup_ratio is not None:
             yield "warmup_steps and warmup_ratio: both say how long the warm-up is; leave one of the two out"
         yield from self._contradictions_of_evaluation()
+        if (decay := self.learning_rate * self.weight_decay) > 1:
+            yield (
+                f"learning_rate and weight_decay: a step would take {decay:.3g} of each weight away, more than there "
+                "is; lower one of the two"
+            )
         if self.resume == "never" and self.resume_changes == "accept":
             yield "resume_changes: has no effect without resume; set resume=auto or a checkpoint's path"
         if self.clipping == "none" and "max_grad_norm" in self.model_fields_set:
@@ -290,7 +306,8 @@ def _validated(
                 between += [source + line for line in message.splitlines()]
     mistakes = []
     for key, reasons in by_key.items():
-        what = f"{' or '.join(dict.fromkeys(reasons))}, not {_short(values[key])}" if key in values else "is missing"
+        wrong = f"{' or '.join(dict.fromkeys(reasons))}, not"
+        what = f"{wrong} {_short(values[key])}" if key in values else f"is missing: {_HOW_TO_SAY[key]}"
         mistakes.append(f"{places.get(key) or source}{key}: {what}")
     if by_key:
         # pydantic compares keys only where each is right by itself, and the user wants to hear all at once.

@@ -1,22 +1,17 @@
 """Forecast: what a run will take of memory, disk and time, said before anything is allocated."""
 
-from pathlib import Path
-
 import torch
 
-from executor.checkpoint import checkpoint_bytes
-from executor.config import TrainConfig
-from executor.huggingface import export_bytes
+from executor.run_inputs import RunInputs
 from planner.plan import Plan
 from simulator.errors import InfeasiblePlan
+from simulator.predict import predict_evaluation
 from simulator.system import free_disk_bytes, host_memory_available_bytes
 from simulator.units import format_bytes, format_duration, format_seconds
 
 
-def forecast(
-    config: TrainConfig, plan: Plan, output: Path, *, first_step: int, num_steps: int, leaves_model: bool
-) -> list[str]:
-    """Lines: memory of both tiers, disk, and time for steps `first_step` to `num_steps`."""
+def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
+    """Lines: memory of both tiers, disk, and time from the first step of this run to its end."""
     predicted, limits = plan.prediction, plan.inputs.limits
     lines = ["the run will take"]
     for tier, needed in (("device", predicted.device_peak_bytes), ("host", predicted.host_peak_bytes)):
@@ -24,37 +19,51 @@ def forecast(
         lines.append(
             f"  {tier + ' memory':14}{format_bytes(needed):>11} of {format_bytes(limit):>10}  {needed / limit:6.1%}"
         )
-    steps = num_steps - first_step
-    seconds = steps * predicted.step_seconds
-    time = f"{steps} steps of {format_seconds(predicted.step_seconds)}"
-    if leaves_model:
-        one, exported = disk_bytes(plan)
-        kept = config.keep_checkpoints + 1  # one more while it is written
-        needed, free = kept * one + exported, free_disk_bytes(output)
+    if inputs.saves:
+        need, free = inputs.disk_need(), free_disk_bytes(inputs.directory)
         lines.append(
-            f"  {'disk':14}{format_bytes(needed):>11} of {format_bytes(free):>10}  {needed / free:6.1%}  "
-            f"{kept} checkpoints of {format_bytes(one)}, the model {format_bytes(exported)}"
+            f"  {'disk':14}{format_bytes(need.num_bytes):>11} of {format_bytes(free):>10}  {need.num_bytes / free:6.1%}"
+            f"  {need.num_checkpoints} checkpoints of {format_bytes(need.checkpoint_bytes)}, "
+            f"the model {format_bytes(need.model_bytes)}"
         )
-        rate = plan.hardware.disk.write_bytes_per_second
-        if rate is not None:
-            saves = num_saves(config.save_every, first_step=first_step, num_steps=num_steps)
-            waited = max(0.0, one / rate.value - predicted.step_seconds)  # a save runs beside the step after it
-            saving = (saves - 1) * waited + (one + exported) / rate.value
-            seconds += saving
-            time += f", {saves} saves and the export {format_duration(saving)}"
-    lines.append(f"  {'time':14}{format_duration(seconds):>11}  {time}")
+    parts, unknown = run_seconds(plan, inputs)
+    each = f" of {format_seconds(predicted.step_seconds)}"
+    words = [
+        f"{name}{each if index == 0 else ' ' + format_duration(s)}" for index, (name, s) in enumerate(parts.items())
+    ]
+    without = f"; without {' and '.join(unknown)}" if unknown else ""
+    lines.append(f"  {'time':14}{format_duration(sum(parts.values())):>11}  {', '.join(words)}{without}")
     return lines
 
 
-def num_saves(save_every: int | None, *, first_step: int, num_steps: int) -> int:
-    """Checkpoints that a run writes from `first_step` on, the one at its end included."""
-    return 1 + ((num_steps - 1) // save_every - first_step // save_every if save_every else 0)
-
-
-def disk_bytes(plan: Plan) -> tuple[int, int]:
-    """Bytes on disk of one checkpoint and of the exported model."""
-    precision = plan.inputs.workload.precision
-    return checkpoint_bytes(plan.model, precision), export_bytes(plan.model, precision)
+def run_seconds(plan: Plan, inputs: RunInputs) -> tuple[dict[str, float], list[str]]:
+    """Seconds of a run by what they go to, and what takes time that nobody has measured."""
+    hardware, workload, predicted = plan.hardware, plan.inputs.workload, plan.prediction
+    steps = inputs.num_steps - inputs.first_step
+    parts: dict[str, float] = {f"{steps} step{'s' * (steps != 1)}": steps * predicted.step_seconds}
+    unknown: list[str] = []
+    need = inputs.disk_need()
+    loaded = need.checkpoint_bytes if inputs.resume_from is not None else inputs.model_bytes()
+    read, write = hardware.disk.read_bytes_per_second, hardware.disk.write_bytes_per_second
+    if read is not None and loaded:
+        parts["reading the weights"] = loaded / read.value
+    elif loaded:
+        unknown.append("reading the weights")
+    if workload.compiled:
+        unknown.append("compiling")
+    if inputs.eval_dataset is not None:
+        batch = predict_evaluation(plan.model, workload, plan.policy, hardware, plan.costs).step_seconds
+        count = inputs.num_evaluations()
+        parts[f"{count} evaluation{'s' * (count != 1)}"] = count * batch * (inputs.eval_dataset.steps_per_epoch or 0)
+    if inputs.saves and write is not None:
+        one, saves = need.checkpoint_bytes / write.value, inputs.num_saves()
+        waited = max(0.0, one - predicted.step_seconds)  # a save runs beside the step after it, the last one does not
+        parts[f"{saves} save{'s' * (saves != 1)} and the export"] = (
+            (saves - 1) * waited + one + need.model_bytes / write.value
+        )
+    elif inputs.saves:
+        unknown.append("saving")
+    return parts, unknown
 
 
 def require_free_memory(plan: Plan, device: torch.device) -> None:

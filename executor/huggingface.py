@@ -25,11 +25,12 @@ from simulator.families import FAMILIES
 from simulator.formats import PRECISIONS, Precision
 from simulator.model import ModelSpec, TensorSpec, transformers_config
 from simulator.predict import transit_bytes
-from simulator.units import GIB
+from simulator.units import MIB
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
+ROOM_BYTES = 16 * MIB  # beside the weights of an export: its tokenizer, config and headers
 
 # What a trained model's folder needs beside weights and config, copied from the folder it came from.
 COPIED_FILES = (
@@ -278,7 +279,7 @@ def export(
     if folder.exists() and not is_exported(folder):
         raise InputError(f"{folder}: exists and holds other files than a model; export to another folder")
     precision = states[0].precision
-    require_free_disk(folder, export_bytes(model, precision) + GIB // 64, what="the exported model")
+    require_free_disk(folder, export_bytes(model, precision) + ROOM_BYTES, what="the exported model")
     try:
         with appearing_folder(folder) as partial:
             if save_tokenizer is not None:

@@ -16,6 +16,7 @@ from executor.out_of_memory import explained
 from executor.record import PredictedFrom, RunRecord, Status, installed_versions
 from executor.run import Outcome, Run
 from executor.run_directory import EXPORTED, RECORD, finish_run, holds_run, start_run
+from executor.run_inputs import RunInputs
 from executor.source_tree import source_tree
 from planner.plan import Plan, require_same_inputs
 from simulator.errors import ConveyorError, InputError, OutOfMemory
@@ -33,17 +34,19 @@ def launch(
     model_config: dict[str, Any],
     model: ModelSpec,
     *,
+    inputs: RunInputs | None = None,
     say: Callable[[str], None] = print,
 ) -> RunRecord:
     """Train by a plan into `config.output`. The record is written there too, also of a run that failed.
+
+    `inputs` are those of the config, where they are open already.
 
     A directory that holds a run is taken again only to resume it, and stays as it is until the checkpoint is read.
 
     Raises InputError before anything is allocated when the plan was made for another model or a larger machine,
     OutOfMemory naming tier and bytes when memory runs out all the same, Interrupted when the user stops the run.
     """
-    if unfrozen(model) != unfrozen(plan.model):
-        require_same_inputs(plan, model=model)
+    require_possible(plan, model)
     config, model = settled(config, plan), plan.model
     known, length = model_config.get("max_position_embeddings"), plan.inputs.workload.sequence_length
     if isinstance(known, int) and length > known:
@@ -51,11 +54,6 @@ def launch(
             f"warning: rows have {length} tokens, and the model's config says max_position_embeddings {known}: "
             "it has not seen places beyond"
         )
-    limits = plan.inputs.limits
-    check_capacity(
-        plan.hardware, current_device(), current_host(),
-        device_limit_bytes=limits.device_memory_bytes, host_limit_bytes=limits.host_memory_bytes,
-    )  # fmt: skip
     device = torch.device("cuda", 0) if plan.hardware.device.kind == "cuda" else torch.device("cpu")
     require_own_directory(config)
     require_free_memory(plan, device)
@@ -63,12 +61,12 @@ def launch(
         _hold_to_limit(plan, device)
     with taken_folder(Path(config.output)):
         require_own_directory(config)  # what another process left there until now
-        return _launched(config, plan, model_config, model, device, say)
+        return _launched(config, plan, model_config, model, device, say, inputs)
 
 
 def _launched(
     config: TrainConfig, plan: Plan, model_config: dict[str, Any], model: ModelSpec, device: torch.device,
-    say: Callable[[str], None],
+    say: Callable[[str], None], inputs: RunInputs | None,
 ) -> RunRecord:  # fmt: skip
     directory = Path(config.output)
     earlier = holds_run(directory)
@@ -83,7 +81,9 @@ def _launched(
     if not earlier:
         start()
     try:
-        outcome = _train(config, plan, model_config, model, directory, device, say, filled=start if earlier else None)
+        outcome = _train(
+            config, plan, model_config, model, directory, device, say, inputs, filled=start if earlier else None
+        )
     except BaseException as error:
         if earlier and not started:  # what the directory says of the earlier run still holds
             failure = explained(error, plan, directory)
@@ -112,6 +112,17 @@ def _launched(
     for line in comparison(plan, outcome, predicted):
         say(line)
     return record
+
+
+def require_possible(plan: Plan, model: ModelSpec) -> None:
+    """Refuse a plan of another model, or for a larger machine than this one. Raises InputError."""
+    if unfrozen(model) != unfrozen(plan.model):
+        require_same_inputs(plan, model=model)
+    limits = plan.inputs.limits
+    check_capacity(
+        plan.hardware, current_device(), current_host(),
+        device_limit_bytes=limits.device_memory_bytes, host_limit_bytes=limits.host_memory_bytes,
+    )  # fmt: skip
 
 
 def settled(config: TrainConfig, plan: Plan) -> TrainConfig:
@@ -182,19 +193,18 @@ def require_own_directory(config: TrainConfig) -> None:
 
 def _train(
     config: TrainConfig, plan: Plan, model_config: dict[str, Any], model: ModelSpec, directory: Path,
-    device: torch.device, say: Callable[[str], None], *, filled: Callable[[], None] | None,
+    device: torch.device, say: Callable[[str], None], inputs: RunInputs | None, *,
+    filled: Callable[[], None] | None,
 ) -> Outcome | None:  # fmt: skip
     """Train. `filled` is called once the state is: from then on the directory is this run's."""
 
-    def announce(run: Run) -> None:
-        for line in forecast(
-            config, plan, directory, first_step=run.first_step, num_steps=run.num_steps, leaves_model=run.saves
-        ):
+    def announce(opened: RunInputs) -> None:
+        for line in forecast(plan, opened):
             say(line)
 
     run = Run(
         config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device, say=say,
-        before_start=announce,
+        inputs=inputs, before_start=announce,
     )  # fmt: skip
     try:
         run.prepare()
@@ -255,7 +265,11 @@ def comparison(plan: Plan, outcome: Outcome, predicted: Timeline) -> list[str]:
         "largest deviations, seconds a step:",
     ]
     for kind, before, after in largest_deviations(predicted, outcome.timeline):
-        lines.append(f"  {kind:28}{before:>12.4g}{after:>13.4g}")
+        cells = [
+            f"not {word}" if seconds is None else f"{seconds:.4g}"
+            for word, seconds in (("predicted", before), ("measured", after))
+        ]
+        lines.append(f"  {kind:25}{cells[0]:>15}{cells[1]:>13}")
     if outcome.exported is not None:
         lines.append(f"trained model: {outcome.exported}")
     return lines

@@ -16,25 +16,22 @@ import torch
 
 from executor import checkpoint
 from executor.adamw import step_scalars
-from executor.config import SYNTHETIC_DATA, TrainConfig
-from executor.data.corpus import DataChoices
-from executor.data.dataset import Dataset, open_datasets
+from executor.config import TrainConfig
 from executor.evaluation import all_batches, evaluations_without_improvement
-from executor.folder import require_free_disk
-from executor.huggingface import export, export_bytes, has_weights, initialise, load_weights, state_sink
-from executor.loggers import Logger, open_loggers, require_loggers
+from executor.huggingface import export, initialise, load_weights, state_sink
+from executor.loggers import Logger, open_loggers
 from executor.operations import Optimization
 from executor.out_of_memory import doing
 from executor.progress import step_progress
 from executor.run_checkpoints import RunCheckpoints
-from executor.run_directory import EXPORTED, load_eval_losses
+from executor.run_directory import EXPORTED
+from executor.run_inputs import RunInputs
 from executor.schedule import learning_rate
 from executor.step_log import StepLog
 from executor.stop_requests import stop_requests
 from executor.tokenizer import ByteTokenizer
 from executor.trainer import StepResult, Trainer
-from simulator.errors import ConveyorError, InputError
-from simulator.freezing import frozen_patterns
+from simulator.errors import ConveyorError
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
 from simulator.predict import StepFigures, step_figures
@@ -47,9 +44,11 @@ MOST_LOST_STEPS = 20
 
 
 class Interrupted(ConveyorError):
-    """The user stopped the run; what was done until then is saved."""
+    """The user, or the system, stopped the run; what was done until then is saved. 130, or 143 after a SIGTERM."""
 
-    exit_code = 130
+    def __init__(self, message: str, *, exit_code: int = 130) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(slots=True)
@@ -81,62 +80,40 @@ class Run:
         *,
         device: torch.device,
         say: Callable[[str], None] = print,
-        before_start: Callable[["Run"], None] = lambda run: None,
+        inputs: RunInputs | None = None,
+        before_start: Callable[[RunInputs], None] = lambda inputs: None,
     ) -> None:
         self.config, self.model_config, self.model = config, model_config, model
         self.workload, self.policy, self.directory, self.device, self.say = workload, policy, directory, device, say
         self.context_bytes = _device_bytes_in_use(device)
-        folder = Path(config.model) if config.model is not None else None
-        self.model_folder = folder if folder is not None and has_weights(folder) else None
-        require_loggers(config.loggers)
-        self.dataset, self.eval_dataset = run_data(config, model, workload, say=say)
-        self.num_steps = _num_steps(config, self.dataset)
+        self.inputs = inputs or RunInputs(config, model, say=say)
+        self.inputs.find_checkpoint()  # now that the directory is held
+        self.dataset, self.eval_dataset = self.inputs.dataset, self.inputs.eval_dataset
+        self.num_steps, self.schedule = self.inputs.num_steps, self.inputs.schedule
+        self.resume_from, self.checkpoints = self.inputs.resume_from, self.inputs.checkpoints
+        self.saves, self.model_folder = self.inputs.saves, self.inputs.model_folder
+        self.eval_losses = list(self.inputs.eval_losses)
         self.timeline: Timeline | None = None  # of the step recorded last
         self.steps_applied = 0
         self.lost_steps = 0  # in a row until now: their loss was not finite
-        self.schedule = config.schedule(self.num_steps)
         self.loggers: list[Logger] = []
-        self.eval_losses: list[float] = []
-        self.resume_from = checkpoint.to_resume(config.resume, self.checkpoints)
-        exported = not self.saves or (directory / EXPORTED).exists()
-        record = None if self.resume_from is None else checkpoint.read_record(self.resume_from)
-        self.first_step = 0 if record is None else record.progress.step
-        if self.first_step > self.num_steps or (self.first_step == self.num_steps and exported):
-            raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
-        if record is not None:
-            self.eval_losses = load_eval_losses(directory, before_step=self.first_step)
-            if exported and self._should_stop_early():
-                raise InputError(
-                    f"{self.resume_from}: the run is complete, it stopped early after {self.first_step} of "
-                    f"{self.num_steps} steps; to go on, raise early_stop_patience or leave it out"
-                )
         self.saved = RunCheckpoints(
-            self.checkpoints, model, workload, policy, settings=self._settings(), keep=config.keep_checkpoints,
+            self.checkpoints, model, workload, policy, settings=self.inputs.settings(), keep=config.keep_checkpoints,
             device=device,
         )  # fmt: skip
-        if self.resume_from is not None and record is not None:
-            for line in self.saved.compare(self.resume_from, record, changes=config.resume_changes):
+        if self.resume_from is not None and self.inputs.record is not None:
+            for line in self.saved.compare(self.resume_from, self.inputs.record, changes=config.resume_changes):
                 say(line)
-        self._require_disk()
         for line in self.dataset.report.lines():
             say(line)
         if self.eval_dataset is not None:
             say(f"evaluation: {self.eval_dataset.rows.num_rows} rows, of {config.eval_data or 'the same data'}")
-        before_start(self)
+        before_start(self.inputs)
         started = time.perf_counter()
         with doing("allocating the training state"):
             self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
         self.trainer.operations.before_update = self.saved.writer.before_update
         say(f"state allocated in {time.perf_counter() - started:.1f} s")
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
-
-    @property
-    def saves(self) -> bool:
-        """Whether the run leaves weights: a benchmark on random tokens has none worth keeping."""
-        return self.config.data != SYNTHETIC_DATA or self.config.save_every is not None
 
     def _optimization(self) -> Optimization:
         config = self.config
@@ -144,34 +121,6 @@ class Run:
         dtype = torch.float64 if self.workload.precision == "fp64" else torch.float32
         table = step_scalars(rates, config.betas, config.weight_decay, dtype=dtype)
         return Optimization(table, config.betas, config.epsilon, config.max_grad_norm)
-
-    def _settings(self) -> dict[str, Any]:
-        """What a resumed run must share: all that decides numbers, nothing of placement."""
-        config = self.config
-        return {
-            "data": self.dataset.settings(),
-            "optimizer": {
-                "learning_rate": config.learning_rate, "lr_schedule": config.lr_schedule,
-                "warmup_steps": self.schedule.warmup_steps, "max_steps": self.num_steps, "betas": list(config.betas),
-                "epsilon": config.epsilon, "weight_decay": config.weight_decay, "max_grad_norm": config.max_grad_norm,
-                **({"min_lr_ratio": config.min_lr_ratio} if config.min_lr_ratio else {}),
-                **({"wsd_decay_ratio": config.wsd_decay_ratio} if config.lr_schedule == "wsd" else {}),
-            },
-            **({"freeze": list(frozen_patterns(self.model))} if config.freeze else {}),
-            "gradient_format": self.workload.gradient_format,
-            "clipping": self.workload.clipping,
-        }  # fmt: skip
-
-    def _require_disk(self) -> None:
-        if not self.saves:
-            return
-        one = checkpoint.checkpoint_bytes(self.model, self.workload.precision)
-        needed = one * (self.config.keep_checkpoints + 1) + export_bytes(self.model, self.workload.precision)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        require_free_disk(
-            self.directory, needed, what=f"{self.config.keep_checkpoints + 1} checkpoints and the exported model",
-            error=InputError, remedy="lower keep_checkpoints, or set output to a larger disk",
-        )  # fmt: skip
 
     def prepare(self) -> None:
         """Fill the state: from a checkpoint, a model folder, or at random."""
@@ -207,7 +156,7 @@ class Run:
         A step is timed from one report to the next, so pipelined steps are timed as they are paid for.
         """
         trainer, first = self.trainer, self.trainer.steps_done
-        if first == self.num_steps or self._should_stop_early():
+        if first == self.num_steps or self.inputs.should_stop_early(self.eval_losses):
             self._export()
             return None
         self.loggers = open_loggers(self.config.loggers, self.directory, self.config.model_dump(mode="json"))
@@ -232,10 +181,9 @@ class Run:
                 results.append(result)
                 seconds.append(result.reported - clock)
                 clock = result.reported
-                lost = None
                 if result.step == recorded:
                     self.timeline = trainer.timeline(seconds[-1])
-                    lost = self.timeline.lost_seconds()
+                lost = trainer.lost_seconds(seconds[-1])
                 self._log(result, seconds[-1], data_waits.pop(result.step), host_peak.peak_bytes, lost)
                 progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
 
@@ -250,19 +198,19 @@ class Run:
                     to_record, recorded = [target for target in to_record if target > step], step
                 finished(trainer.step(batch, record=record))
                 evaluated = False
-                if self._evaluation_due(step + 1) and not stop.is_set():
+                if self.inputs.evaluation_due(step + 1) and not stop.is_made:
                     finished(trainer.drain())
                     self._evaluate()
                     evaluated, clock = True, time.perf_counter()
-                    if stopped_early := self._should_stop_early():
+                    if stopped_early := self.inputs.should_stop_early(self.eval_losses):
                         break
                 due = self.config.save_every and (step + 1) % self.config.save_every == 0
-                if self.saves and due and step + 1 < self.num_steps and not stop.is_set():
+                if self.saves and due and step + 1 < self.num_steps and not stop.is_made:
                     finished(trainer.drain())
                     if not self.lost_steps:  # else it would take the place of a checkpoint that is of use
                         self.saved.save(trainer, seed=self.config.seed, beside_training=True)
                     clock = time.perf_counter()
-                if stop.is_set():
+                if stop.is_made:
                     break
             finished(trainer.drain())
             interrupted = trainer.steps_done < self.num_steps and not stopped_early
@@ -279,7 +227,9 @@ class Run:
                 self.saved.save(trainer, seed=self.config.seed)
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
-                raise Interrupted(f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}")
+                raise Interrupted(
+                    f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}", exit_code=stop.exit_code
+                )
             if stopped_early:
                 self.say(
                     f"stopped early after {trainer.steps_done} of {self.num_steps} steps: "
@@ -296,10 +246,6 @@ class Run:
             say=say,
         )  # fmt: skip
 
-    def _evaluation_due(self, steps_done: int) -> bool:
-        every = self.config.eval_every
-        return self.eval_dataset is not None and every is not None and steps_done % every == 0
-
     def _evaluate(self) -> None:
         """Evaluate and write down what was found. The trainer is drained."""
         assert self.eval_dataset is not None
@@ -311,12 +257,8 @@ class Run:
             improved=evaluations_without_improvement(self.eval_losses) == 0,
         )  # fmt: skip
 
-    def _should_stop_early(self) -> bool:
-        patience = self.config.early_stop_patience
-        return patience is not None and evaluations_without_improvement(self.eval_losses) >= patience
-
     def _log(
-        self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float] | None
+        self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float]
     ) -> None:
         if not math.isfinite(result.gradient_norm) and self.policy.clipping != "global":
             self.saved.writer.finish()
@@ -392,33 +334,6 @@ class Run:
             self.saved.writer.finish()
         finally:
             self.trainer.close()
-
-
-def run_data(
-    config: TrainConfig, model: ModelSpec, workload: Workload, *, say: Callable[[str], None]
-) -> tuple[Dataset, Dataset | None]:
-    """What a run trains on, and what it is evaluated on, if anything. Raises InputError naming file and row."""
-    folder = Path(config.model) if config.model is not None else None
-    return open_datasets(
-        config.data, eval_source=config.eval_data, eval_fraction=config.eval_fraction, vocab_size=model.vocab_size,
-        sequence_length=workload.sequence_length, rows_per_step=workload.rows_per_step, seed=config.seed,
-        model_folder=folder if folder is not None and folder.is_dir() else None, choices=_data_choices(config), say=say,
-    )  # fmt: skip
-
-
-def _data_choices(config: TrainConfig) -> DataChoices:
-    return DataChoices(
-        columns=config.columns, train_on_prompt=config.train_on_prompt, skip_invalid=config.skip_invalid,
-        long_samples=config.long_samples, packing=config.packing, cache=config.cache,
-    )  # fmt: skip
-
-
-def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
-    if config.max_steps is not None:
-        return config.max_steps
-    if dataset.steps_per_epoch is None:
-        raise InputError("max_steps: synthetic data has no end; set the number of steps")
-    return math.ceil((config.num_epochs or 1) * dataset.steps_per_epoch)
 
 
 def _device_bytes_in_use(device: torch.device) -> int:

@@ -11,6 +11,7 @@ checkpoints/
 model/                    the trained model, as transformers loads it
 """
 
+import errno
 import json
 import math
 from collections.abc import Mapping
@@ -103,7 +104,9 @@ def append_metrics(directory: Path | str, row: Mapping[str, Any], *, name: str =
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite, allow_nan=False) + "\n")
     except OSError as error:
-        raise ConveyorError(f"{path}: cannot be written ({error.strerror or error})") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; free some disk and go on with resume=auto" if full else ""
+        raise ConveyorError(f"{path}: cannot be written ({error.strerror or error}){remedy}") from error
 
 
 def finish_run(directory: Path | str, record: RunRecord, *, measured: Timeline | None = None) -> None:

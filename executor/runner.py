@@ -11,12 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from executor.out_of_memory import doing
+from executor.spans import Launched, ends_before, event_times, span, spans_with_causes
 from executor.streams import StreamWait
 from simulator.errors import ConveyorError
 from simulator.program import Kind, Operation, Program, Resource, Wait
@@ -41,6 +41,8 @@ class Runner(Protocol):
     def synchronize(self) -> None: ...
 
     def finish_report(self) -> float: ...
+
+    def reported_spans(self) -> list[Span]: ...
 
     def spans(self) -> list[Span]: ...
 
@@ -73,6 +75,7 @@ class InlineRunner:
         self._spans: list[Span] = []
         self._memory: list[MemoryPoint] = []
         self._reported = 0.0
+        self._reported_spans: list[Span] = []
 
     def run(self, program: Program, *, record: bool = False) -> None:
         """Run a program from its first operation to its last."""
@@ -85,9 +88,9 @@ class InlineRunner:
                 self.functions[operation.kind](operation)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            spans.append(_span(operation, start, time.perf_counter() - origin, ""))
+            spans.append(span(operation, start, time.perf_counter() - origin))
             if operation.kind is Kind.REPORT:
-                self._reported = time.perf_counter()
+                self._reported, self._reported_spans = time.perf_counter(), spans
             if after is not None:
                 after()
             if record:
@@ -102,6 +105,10 @@ class InlineRunner:
         """When the last report was there, on the clock of time.perf_counter. Nothing is ever pending."""
         return self._reported
 
+    def reported_spans(self) -> list[Span]:
+        """Spans of the program that reported last, seconds from its start."""
+        return self._reported_spans
+
     def spans(self) -> list[Span]:
         """Spans of the last recorded program, seconds from its start."""
         return self._spans
@@ -114,16 +121,11 @@ class InlineRunner:
         """Nothing to release."""
 
 
-@dataclass(slots=True)
-class _Launched:
-    """An operation on its way: its end as an event (streams) or as a number in the worker's order (host)."""
+class _Launches(NamedTuple):
+    """A program's operations on their way, and those of the program before."""
 
-    operation: Operation
-    start: torch.cuda.Event | None = None
-    end: torch.cuda.Event | None = None
-    number: int = 0
-    seconds: list[float] = field(default_factory=list)  # host operations: start and end
-    device_bytes: int = 0  # allocated when it was launched: compute allocates in stream order, so also when it ran
+    launched: dict[str, Launched]
+    before: dict[str, Launched]
 
 
 class StreamRunner:
@@ -144,19 +146,24 @@ class StreamRunner:
         }
         self.worker = HostWorker(functions, device)
         self.stream_wait = StreamWait()
-        self.launched: dict[str, _Launched] = {}  # this step
-        self.launched_before: dict[str, _Launched] = {}  # the step before
+        self.launched: dict[str, Launched] = {}  # this step
+        self.launched_before: dict[str, Launched] = {}  # the step before
+        self._begun: set[Resource] = set()  # streams on which something of this step was launched
         # Ends of compute operations that may not have finished, each with the newest host operation awaited by then.
         self._ahead: deque[tuple[torch.cuda.Event, int]] = deque()
         self._awaited = 0  # the newest host operation that a stream waits for
-        self._recorded: dict[str, _Launched] = {}
+        self._recorded: dict[str, Launched] = {}
         self._reference: tuple[torch.cuda.Event, float] | None = None
-        self._reports: deque[tuple[torch.cuda.Event, int]] = deque()  # the same of reports that nobody has waited for
+        # Programs with the ones before and their reports, that nobody has waited for, and the host operation awaited.
+        self._reports: deque[tuple[_Launches, torch.cuda.Event, int]] = deque()
         self._report_clock: tuple[torch.cuda.Event, float] | None = None  # an event, and when it was
+        self._reported: tuple[_Launches, torch.cuda.Event] | None = None  # and an event from before all of it
+        self._epoch: torch.cuda.Event | None = None  # the report before that of `_report_clock`
 
     def run(self, program: Program, *, record: bool = False) -> None:
         """Launch a program. Returns before it has finished."""
         self.launched_before, self.launched = self.launched, {}
+        self._begun.clear()
         if record:
             self._reference = self._clock_reference()
         if self._report_clock is None:
@@ -171,7 +178,7 @@ class StreamRunner:
         if record:
             self._recorded = self.launched
 
-    def _launch(self, operation: Operation, record: bool) -> _Launched:
+    def _launch(self, operation: Operation, record: bool) -> Launched:
         stream = self.streams[operation.resource]
         if operation.resource is Resource.COMPUTE:
             self._keep_queue_short(operation)
@@ -184,20 +191,21 @@ class StreamRunner:
             else:
                 self.stream_wait.until(stream, self.worker.finished_word, awaited.number, self.worker)
                 self._awaited = max(self._awaited, awaited.number)
-        launched = _Launched(operation)
+        launched = Launched(operation)
         with torch.cuda.stream(stream):
-            if record:
+            # What waits, and what begins a program, tells in every step how long its stream did nothing.
+            if record or operation.waits or operation.resource not in self._begun:
+                self._begun.add(operation.resource)
                 launched.start = torch.cuda.Event(enable_timing=True)
                 launched.start.record(stream)
             with doing(f"launching operation {operation.name}"):
                 self.functions[operation.kind](operation)
-            timed = record or operation.kind is Kind.REPORT
-            launched.end = torch.cuda.Event(enable_timing=timed, blocking=True)
+            launched.end = torch.cuda.Event(enable_timing=True, blocking=True)
             launched.end.record(stream)
         if operation.resource is Resource.COMPUTE:
             self._ahead.append((launched.end, self._awaited))
         if operation.kind is Kind.REPORT:
-            self._reports.append((launched.end, self._awaited))
+            self._reports.append((_Launches(self.launched, self.launched_before), launched.end, self._awaited))
         if record:
             launched.device_bytes = self.device_bytes()
         return launched
@@ -214,7 +222,7 @@ class StreamRunner:
         self.worker.wait_until(awaited)
         end.synchronize()
 
-    def _find(self, wait: Wait) -> _Launched | None:
+    def _find(self, wait: Wait) -> Launched | None:
         return (self.launched if wait.step_offset == 0 else self.launched_before).get(wait.operation)
 
     def synchronize(self) -> None:
@@ -230,13 +238,23 @@ class StreamRunner:
         Returns when it was there, on the clock of time.perf_counter: by the GPU's clock from the report before, since
         the launching thread may look much later.
         """
-        end, awaited = self._reports.popleft()
+        launched, end, awaited = self._reports.popleft()
         self._wait_for(end, awaited)
         self.worker.raise_failure()
         assert self._report_clock is not None
         event, clock = self._report_clock
+        # A program's first copies may run before the report of the one before, and surely after that one's start.
+        self._reported, self._epoch = (launched, self._epoch or event), event
         self._report_clock = end, clock + event.elapsed_time(end) / 1e3
         return self._report_clock[1]
+
+    def reported_spans(self) -> list[Span]:
+        """Spans of the program whose report was waited for last, as far as its events tell. Waits for nothing."""
+        if self._reported is None:
+            return []
+        (launched, before), epoch = self._reported
+        ends = ends_before(launched, before, epoch)
+        return spans_with_causes([item.operation for item in launched.values()], event_times(launched, epoch), ends)
 
     def _clock_reference(self) -> tuple[torch.cuda.Event, float]:
         # An event on an idle stream completes at once: it ties the GPU's clock to the host's.
@@ -285,7 +303,7 @@ class HostWorker:
         self.submitted = 0
         self.failure: BaseException | None = None
         self._progress = threading.Condition()
-        self._queue: queue.SimpleQueue[tuple[_Launched, Sequence[_Launched | None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Launched, Sequence[Launched | None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="conveyor-host", daemon=True)
         self._thread.start()
 
@@ -293,9 +311,9 @@ class HostWorker:
     def finished(self) -> int:
         return int(self.finished_word[0])
 
-    def submit(self, operation: Operation, waits: Sequence[_Launched | None]) -> _Launched:
+    def submit(self, operation: Operation, waits: Sequence[Launched | None]) -> Launched:
         self.submitted += 1
-        launched = _Launched(operation, number=self.submitted)
+        launched = Launched(operation, number=self.submitted)
         self._queue.put((launched, waits))
         return launched
 
@@ -340,31 +358,3 @@ class HostWorker:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join(timeout=PATIENCE_SECONDS)
-
-
-def spans_with_causes(
-    operations: Sequence[Operation], times: Mapping[str, tuple[float, float]], gap_seconds: float = 20e-6
-) -> list[Span]:
-    """Spans from the start of the first operation; the cause of a gap is the awaited operation that ended last."""
-    origin = min(start for start, _ in times.values())
-    busy_until: dict[Resource, float] = {}
-    spans = []
-    for operation in operations:
-        start, end = times[operation.name]
-        cause = ""
-        if start - busy_until.get(operation.resource, start) > gap_seconds:
-            awaited = [w.operation for w in operation.waits if w.step_offset == 0 and w.operation in times]
-            ended = max(awaited, key=lambda name: times[name][1], default="")
-            # Only what ended inside the gap can have caused it.
-            if ended and times[ended][1] > busy_until[operation.resource]:
-                cause = ended
-        busy_until[operation.resource] = max(end, busy_until.get(operation.resource, end))
-        spans.append(_span(operation, start - origin, end - origin, cause))
-    return spans
-
-
-def _span(operation: Operation, start: float, end: float, cause: str) -> Span:
-    return Span(
-        operation.name, operation.kind.value, operation.resource.value, operation.block, operation.micro_batch,
-        start, end, cause,
-    )  # fmt: skip

@@ -46,12 +46,12 @@ class StepLog:
         data_wait_seconds: float,
         device_peak_bytes: int | None,
         host_peak_bytes: int,
-        lost_seconds: Mapping[str, float] | None,
+        lost_seconds: Mapping[str, float],
     ) -> dict[str, Any]:
         """Write a step's line; `steps_applied` counts those before it. Returns the line.
 
-        Tokens are real ones; TFLOPS count the computed ones, padding too. `lost_seconds`, where the step was recorded,
-        says by cause how long compute waited.
+        Tokens are real ones; TFLOPS count the computed ones, padding too. `lost_seconds` says by cause how long
+        compute waited.
         """
         rate = learning_rate(steps_applied, self.schedule)
         row: dict[str, Any] = {
@@ -72,7 +72,7 @@ class StepLog:
             "device_peak_bytes": device_peak_bytes,
             "host_peak_bytes": host_peak_bytes,
             "data_wait_seconds": data_wait_seconds,
-            "lost_seconds": None if lost_seconds is None else dict(lost_seconds),
+            "lost_seconds": dict(lost_seconds),
         }
         append_metrics(self.directory, row)
         self._to_loggers(result.step, {key: row[key] for key in _WATCHED})

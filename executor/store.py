@@ -257,7 +257,11 @@ def _map_region(num_bytes: int) -> mmap.mmap:
     try:
         region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise OutOfMemory(f"host memory: {format_bytes(num_bytes)} refused by the system ({error.strerror})") from error
+        raise OutOfMemory(
+            f"host memory: {num_bytes} bytes ({format_bytes(num_bytes)}) for a block of the training state were "
+            f"refused ({error.strerror}), {format_bytes(host_memory_available_bytes())} are free; raise the limit of "
+            "the process (ulimit -v), end other programs, or plan again with a lower --host-memory"
+        ) from error
     # A forked child (a compile worker) never reads it; sharing it would copy pages under a running transfer.
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
         with contextlib.suppress(OSError):  # a kernel without this advice

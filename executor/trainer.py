@@ -192,6 +192,13 @@ class Trainer:
         """Steps whose update was applied: fewer than `steps_done` where gradients were not finite. Drains."""
         return int(min(count.item() for count in self.operations.counts.values()))
 
+    def lost_seconds(self, step_seconds: float) -> dict[str, float]:
+        """How long compute waited in the step whose result came last, by cause. Waits for nothing.
+
+        `step_seconds` is the step's measured period.
+        """
+        return Timeline(step_seconds, tuple(self.runner.reported_spans()), {}, {}).lost_seconds()
+
     def timeline(self, step_seconds: float) -> Timeline:
         """The last recorded step as it ran. Call after `drain`; `step_seconds` is the step's measured period."""
         host = sum(b.num_bytes for b in self.program.buffers.values() if b.persistent and b.tier == "host")

@@ -53,6 +53,8 @@ def read_yaml_mapping(path: Path | str) -> YamlMapping:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise InputError(f"{path}: does not exist{did_you_mean(nearest_path(path))}") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a folder; name a file of YAML in it") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
@@ -99,6 +101,8 @@ def _where(error: yaml.YAMLError, text: str) -> str:
         line, column = text.count("\n", 0, position), position - text.rfind("\n", 0, position) - 1
         return f":{line + 1}:{column + 1}: holds a character that YAML does not allow"
     problem = getattr(error, "problem", None) or "is not YAML"
+    if problem == "but found another document":
+        problem = "another document begins; a run config is one"
     if text[mark.index : mark.index + 1] == "\t":
         problem = "a tab; YAML is indented with spaces"
     return f":{mark.line + 1}:{mark.column + 1}: {problem}"

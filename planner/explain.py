@@ -144,35 +144,45 @@ def _runs(values: Sequence[str], form: str, *, first: int = 0) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    """Bytes by what they hold and where; their sums are the predicted peaks."""
+    """Bytes by what they hold and where; their sums are the predicted peaks. Shared memory is the host's alone."""
+    shared = plan.hardware.shared_memory
+    tiers = (Tier.HOST,) if shared else (Tier.DEVICE, Tier.HOST)
     held: dict[str, dict[str, float]] = {}
 
     def add(words: str, tier: str, num_bytes: float) -> None:
-        held.setdefault(words, {}).setdefault(tier, 0.0)
-        held[words][tier] += num_bytes
+        column = Tier.HOST if shared else tier
+        held.setdefault(words, {}).setdefault(column, 0.0)
+        held[words][column] += num_bytes
 
+    buffers = {Tier.DEVICE: 0, Tier.HOST: 0}
     for buffer in place(plan.model, plan.inputs.workload, plan.policy).buffers.values():
         add(_HOLDS[buffer.role], buffer.tier, buffer.num_bytes)
+        buffers[buffer.tier] += buffer.num_bytes
     peaks = {Tier.DEVICE: plan.prediction.device_peak_bytes, Tier.HOST: plan.prediction.host_peak_bytes}
-    rest = {tier: peak - sum(row.get(tier, 0.0) for row in held.values()) for tier, peak in peaks.items()}
     context = plan.hardware.context_bytes.value
-    add("activations and workspace at their peak", Tier.DEVICE, rest[Tier.DEVICE] - context)
+    add("activations and workspace at their peak", Tier.DEVICE, peaks[Tier.DEVICE] - context - buffers[Tier.DEVICE])
     add("context, the bare process, loading", Tier.DEVICE, context)
-    add("context, the bare process, loading", Tier.HOST, rest[Tier.HOST])
+    process = peaks[Tier.HOST] - buffers[Tier.HOST] - (peaks[Tier.DEVICE] if shared else 0)
+    add("context, the bare process, loading", Tier.HOST, process)
 
     table = Table(box=None, pad_edge=False, title="what lives where", title_justify="left", title_style="")
     table.add_column("")
-    for tier in ("device", "host"):
-        table.add_column(tier, justify="right")
+    for tier in tiers:
+        table.add_column(tier.value, justify="right")
         table.add_column("of its limit", justify="right")
     limits = plan.inputs.limits
-    total: dict[str, float] = {tier: float(peak) for tier, peak in peaks.items()}
-    for words, row in [*held.items(), ("peak", total)]:
+    other: dict[str, float] = dict.fromkeys(tiers, 0.0)  # what is too little for a row of its own
+    total: dict[str, float] = {tier: float(peaks[tier]) for tier in tiers}
+    for words, row in [*held.items(), ("other", other), ("peak", total)]:
         cells = []
-        for tier in ("device", "host"):
+        for tier in tiers:
             num_bytes = row.get(tier, 0.0)
             share = num_bytes / limits.bytes_of(tier)
-            cells += [format_bytes(num_bytes), f"{share:.1%}"] if share >= 5e-4 or words == "peak" else ["", ""]
+            if (words == "peak" or share >= 5e-4) or (words == "other" and num_bytes):
+                cells += [format_bytes(num_bytes), f"{share:.1%}"]
+            else:
+                cells += ["", ""]
+                other[tier] += num_bytes
         if any(cells):
             table.add_row(words, *cells)
     return table

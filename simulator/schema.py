@@ -9,6 +9,7 @@ import pydantic
 
 from simulator.errors import InputError
 from simulator.files import write_whole
+from simulator.nearest import did_you_mean, nearest_path
 
 
 class Schema(pydantic.BaseModel):
@@ -22,6 +23,8 @@ class Schema(pydantic.BaseModel):
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise InputError(f"{path}: does not exist{did_you_mean(nearest_path(path))}") from error
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
         except UnicodeDecodeError as error:

@@ -86,9 +86,9 @@ class Timeline:
         return {label: total for label, total in seconds.items() if total > 0}
 
     def lost_seconds(self) -> dict[str, float]:
-        """The part of the breakdown in which the compute resource waited, by cause."""
-        causes = {*WAITING.values(), OTHER_WAIT}
-        return {label: seconds for label, seconds in self.breakdown().items() if label in causes}
+        """The part of the breakdown in which the compute resource waited, by cause: all causes, 0 for most."""
+        breakdown = self.breakdown()
+        return {cause: breakdown.get(cause, 0.0) for cause in dict.fromkeys((*WAITING.values(), OTHER_WAIT))}
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds that each resource worked in the step."""
@@ -238,8 +238,13 @@ def memory_curve(changes: Iterable[tuple[float, int]], base: int) -> tuple[list[
     return points, peak
 
 
-def largest_deviations(predicted: Timeline, measured: Timeline, count: int = 5) -> list[tuple[str, float, float]]:
-    """(kind, predicted seconds, measured seconds) summed over a step, largest absolute difference first."""
+def largest_deviations(
+    predicted: Timeline, measured: Timeline, count: int = 5
+) -> list[tuple[str, float | None, float | None]]:
+    """(kind, predicted seconds, measured seconds) summed over a step, largest absolute difference first.
+
+    None where one of the two steps has no such operation: the first step of a run has no updates before it.
+    """
 
     def by_kind(spans: Sequence[Span]) -> dict[str, float]:
         total: dict[str, float] = {}
@@ -248,6 +253,9 @@ def largest_deviations(predicted: Timeline, measured: Timeline, count: int = 5) 
             total[key] = total.get(key, 0.0) + span.end - span.start
         return total
 
+    def rank(row: tuple[str, float | None, float | None]) -> tuple[float, str]:
+        kind, before, after = row
+        return -abs((before or 0.0) - (after or 0.0)), kind
+
     left, right = by_kind(predicted.spans), by_kind(measured.spans)
-    rows = [(kind, left.get(kind, 0.0), right.get(kind, 0.0)) for kind in {*left, *right}]
-    return sorted(rows, key=lambda row: (-abs(row[1] - row[2]), row[0]))[:count]
+    return sorted(((kind, left.get(kind), right.get(kind)) for kind in {*left, *right}), key=rank)[:count]

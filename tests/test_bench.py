@@ -54,6 +54,7 @@ def test_a_row_is_planned_trained_and_recorded_beside_its_ideal(matrix: Path, tm
     assert all(result.plain_seconds is not None and result.plain_seconds > 0 for result in found)
     for case in ("tiny-clipped", "short-unclipped"):
         assert case in table(found)
+    assert max(map(len, table(found).splitlines())) <= 100
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ def test_every_key_is_explained_with_what_it_takes_and_its_default() -> None:
     assert list(found) == list(TrainConfig.model_fields)
     assert [key.name for key in found.values() if not (key.words and key.takes and key.section)] == []
     assert found["data"].default == "required"
-    assert (found["learning_rate"].takes, found["learning_rate"].default) == ("a number above 0", "`2e-05`")
+    assert (found["learning_rate"].takes, found["learning_rate"].default) == (
+        "a number above 0 and at most 10",
+        "`2e-05`",
+    )
     assert found["device_memory"].takes == "a size"
     assert found["lr_schedule"].takes == "`constant`, `linear`, `cosine`, `wsd`"
     assert found["micro_batch_size"].takes == "a whole number above 0 or `auto`"

@@ -56,6 +56,26 @@ def test_rates_beyond_the_masters_numbers_are_refused(rate, weight_decay):
         step_scalars([rate], (0.9, 0.999), weight_decay)
 
 
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("weight_decay=1e30", "weight_decay: input should be less than or equal to 100, not 1e+30"),
+        ("learning_rate=50", "learning_rate: input should be less than or equal to 10, not 50"),
+        ("epsilon=3", "epsilon: input should be less than or equal to 1, not 3"),
+        ("max_grad_norm=1e300", "max_grad_norm: input should be less than or equal to 1000000000, not 1e+300"),
+        ("weight_decay=99", ""),
+        ("weight_decay=.inf", "weight_decay: input should be a finite number"),
+    ],
+)
+def test_settings_beyond_all_reason_are_refused_with_their_range(given, tmp_path, complaint, setting, reason):
+    assert reason in complaint(*training(given, tmp_path / "run", setting), code=2 if reason else 0)
+
+
+def test_a_decay_of_more_than_the_weight_is_refused(given, tmp_path, complaint):
+    err = complaint(*training(given, tmp_path / "run", "learning_rate=5", "weight_decay=1"))
+    assert "learning_rate and weight_decay: a step would take 5 of each weight away, more than there is" in err
+
+
 # Rows
 
 
@@ -70,6 +90,14 @@ def test_rates_beyond_the_masters_numbers_are_refused(rate, weight_decay):
         ("a.jsonl", '{"instruction": "a", "output": "b", "history": 5}', "a.jsonl:1: 'history' is int"),
         ("a.jsonl", '{"instruction": "a", "output": "b", "history": true}', "a.jsonl:1: 'history' is bool"),
         ("a.jsonl", '{"input_ids": [[1, 2], [3]]}', "a.jsonl:1: 'input_ids' is not a list of whole numbers"),
+        ("a.jsonl", '{"input_ids": [true, false, true]}', "a.jsonl:1: 'input_ids' is not a list of whole numbers"),
+        ("a.jsonl", '{"input_ids": [5, true, 6]}', "a.jsonl:1: 'input_ids' is not a list of whole numbers"),
+        ("a.jsonl", '{"input_ids": [5, 1], "labels": [5, true]}', "a.jsonl:1: 'labels' is not a list of whole numbers"),
+        ("a.csv", "question,answer\nwhy,so\n", "as with columns: {prompt: question, completion: answer}"),
+        ("a.csv", "answer,id,question\nso,1,why\n", "as with columns: {prompt: question, completion: answer}"),
+        ("a.csv", "body\nwhy\n", "as with columns: {text: body}"),
+        ("a.jsonl", '{"frage": "why", "antwort": "so"}', "as with columns: {prompt: frage, completion: antwort}"),
+        ("a.jsonl", '{"id": 5}', "its keys are ['id']\n"),
     ],
 )
 def test_rows_that_cannot_be_read_are_named(given, tmp_path, complaint, name, text, reason):
@@ -252,16 +280,17 @@ def test_a_checkpoint_of_more_applied_steps_than_done_ones_is_damaged(given, tmp
 # A run that diverges
 
 
-def test_a_run_that_diverged_fails_and_keeps_the_checkpoints_from_before(given, tmp_path, complaint):
+def test_a_run_that_diverged_fails_and_keeps_the_checkpoints_from_before(given, tmp_path, complaint, monkeypatch):
+    monkeypatch.setattr("executor.run.learning_rate", lambda step, schedule: 1e30)
     output = tmp_path / "run"
     early_stop = ["eval_fraction=0.2", "eval_every=1", "early_stop_patience=2"]
-    err = complaint(*training(given, output, "learning_rate=1e30", "save_every=1"), code=1)
+    err = complaint(*training(given, output, "save_every=1"), code=1)
     assert "the loss has not been finite since step 1: the weights have diverged, and no model is exported" in err
     assert not (output / "model").exists()
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000001"]
     assert json.loads((output / "run.json").read_text())["status"] == "failed"
-    err = complaint(*training(given, tmp_path / "b", "learning_rate=1e30", "max_steps=30", *early_stop), code=1)
+    err = complaint(*training(given, tmp_path / "b", "max_steps=30", *early_stop), code=1)
     assert "the weights have diverged" in err
-    complaint(*training(given, tmp_path / "c", "learning_rate=1e30", "max_steps=300"), code=1)
+    complaint(*training(given, tmp_path / "c", "max_steps=300"), code=1)
     lines = (tmp_path / "c" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) <= 1 + MOST_LOST_STEPS  # not 300: the weights cannot recover

@@ -132,6 +132,22 @@ def test_a_setting_that_the_plan_would_not_honour_is_refused(given, tmp_path, co
     assert reason in complaint(*training(given, tmp_path / "run", setting))
 
 
+def test_a_path_that_leads_nowhere_is_named_by_its_key_with_the_nearest_name(given, tmp_path, complaint):
+    output = tmp_path / "run"
+    plan = given / "plan.jsn"
+    assert f"{plan}: does not exist; did you mean '{given / 'plan.json'}'?" in complaint(
+        *training(given, output, plan=plan)
+    )
+    err = complaint(*training(given, output, f"eval_data={given / 'data.text'}"))
+    assert f"eval_data: {given / 'data.text'} does not exist; did you mean {given / 'data.txt'}?" in err
+    settings = [f"model={given / 'model'}", f"data={given / 'data.txt'}", f"output={output}", "max_steps=1"]
+    settings += ["sequence_length=16", "tokens_per_step=64"]
+    costs = given / "plan.js"
+    assert f"did you mean '{given / 'plan.json'}'?" in complaint("train", *settings, f"costs={costs}")
+    assert "did you mean 'h200'?" in complaint("train", *settings, "hardware=h20")
+    assert not output.exists()
+
+
 def test_the_resolved_config_of_a_run_trains_the_same_again(given, tmp_path, complaint):
     plan = tmp_path / "plan.json"
     options = ["--gradient-format", "bf16", "--clipping", "none", "--output", plan]

@@ -16,6 +16,7 @@ from executor import checkpoint, forecast
 from executor import run as executor_run
 from executor.operations import Operations
 from executor.out_of_memory import doing, exhausted_tier
+from executor.run_inputs import num_times
 from planner.plan import Plan
 from simulator.units import GIB, format_bytes
 
@@ -156,7 +157,7 @@ def test_what_the_run_takes_is_said_before_anything_is_allocated(train: Any, giv
         assert " ".join(words[5:7]) == format_bytes(limit)
     one = checkpoint.checkpoint_bytes(plan.model, "bf16")
     exported = 2 * plan.model.num_parameters
-    assert " ".join(disk[1:3]) == format_bytes(3 * one + exported)
+    assert " ".join(disk[1:3]) == format_bytes(2 * one + exported)  # of its two saves
     assert duration[0] == "time"
     assert "4 steps of" in " ".join(duration)
     assert "2 saves" in " ".join(duration)
@@ -171,7 +172,7 @@ def test_saves_are_counted_as_the_run_makes_them(
 ) -> None:
     made = {step for step in range(first_step + 1, num_steps) if save_every and step % save_every == 0} | {num_steps}
     assert len(made) == saves
-    assert forecast.num_saves(save_every, first_step=first_step, num_steps=num_steps) == saves
+    assert num_times(save_every, first_step=first_step, num_steps=num_steps) == saves
 
 
 def test_a_run_that_the_kernel_would_kill_is_refused_before_it_starts(

@@ -189,14 +189,22 @@ def test_the_table_of_a_small_model_on_a_cpu_has_figures_that_differ_and_names_n
     assert "GPU" not in text
 
 
-def test_bytes_in_the_table_add_up_to_the_peaks(planned: Plan) -> None:
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_bytes_in_the_table_add_up_to_the_peaks(planned: Plan, on_cpu: bool) -> None:
+    if on_cpu:  # one memory, so one column: the device's part is in the host's peak already
+        model = toy_model(2, layer_elements=128 * 100, edge_elements=128)
+        planned = plan(model, Workload(sequence_length=8, tokens_per_step=16), load_hardware("cpu-2-core"))
     lines = plan_table(planned).splitlines()
     header = next(number for number, line in enumerate(lines) if line.startswith("what lives where")) + 1
     peak = next(number for number, line in enumerate(lines) if line.startswith("peak"))
-    right = lines[header].index("device") + len("device")  # cells end where the header's word does
-    sizes = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
-    total = 0.0
-    for line in lines[header + 1 : peak]:
-        cell = re.search(r"([\d.]+) ([KMG]iB)$", line[:right])
-        total += float(cell[1]) * sizes[cell[2]] if cell else 0.0
-    assert total == pytest.approx(planned.prediction.device_peak_bytes / GIB, abs=0.3)
+    columns = re.findall(r"device|host", lines[header])
+    assert columns == (["host"] if on_cpu else ["device", "host"])
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    for column in columns:
+        right = lines[header].index(column) + len(column)  # cells end where the header's word does
+        total = error = 0.0
+        for line in lines[header + 1 : peak]:
+            if cell := re.search(r"([\d.]+) ([KMG]?i?B)$", line[:right]):
+                total += float(cell[1]) * units[cell[2]]
+                error += 0.05 * units[cell[2]]  # of rounding
+        assert total == pytest.approx(getattr(planned.prediction, f"{column}_peak_bytes"), abs=error)

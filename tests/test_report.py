@@ -228,8 +228,8 @@ def test_decisions_are_summed_up(value, expected):
 
 
 def test_figures_keep_three_digits_and_a_true_sign():
-    assert [tables.three_digits(v) for v in (0.0123, 2.0, 11.0, 649.4, 1234.0, 0.0)] == [
-        "0.0123", "2.00", "11.0", "649", "1234", "0.000",
+    assert [tables.three_digits(v) for v in (0.0123, 2.0, 11.0, 649.4, 1234.0, 0.0, 0.000415)] == [
+        "0.0123", "2.00", "11.0", "649", "1234", "0.000", "0.000415",
     ]  # fmt: skip
     assert [tables.format_duration(v) for v in (11.0, 0.0984, 4.1e-6)] == ["11.0 s", "98.4 ms", "4.10 µs"]
     assert [tables.format_error(v) for v in (0.0312, -0.02, -0.0001, float("nan"))] == [

@@ -232,14 +232,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path, monkeypatch, name, 
     assert report.longest_at == f"{name}:2"
 
 
-def test_a_dataset_of_the_hub_that_cannot_be_had_is_a_sentence(monkeypatch):
-    def refuse(*given, **named):
-        raise ConnectionError("Couldn't reach 'owner/name' on the Hub\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(InputError) as error:
-        corpus_of("hub:owner/name")
-    assert str(error.value) == "data: hub:owner/name cannot be opened (Couldn't reach 'owner/name' on the Hub)"
+def test_a_name_that_is_none_of_the_hub_s_is_refused():
     with pytest.raises(InputError, match="is not hub:owner/name"):
         corpus_of("hub:name")
 

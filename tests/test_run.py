@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from analysis.tables import error_share
+from analysis.tables import deviations, error_share
 from executor import checkpoint
 from executor.config import TrainConfig
 from executor.launch import launch
@@ -126,17 +126,21 @@ def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_l
     assert not torch.equal(trained, AutoModelForCausalLM.from_config(exported.config).model.embed_tokens.weight)
 
 
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_stopped_and_resumed_under_another_plan_equals_one_that_never_stopped(
-    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, machine: HardwareProfile
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, machine: HardwareProfile, number: int, exit_code: int
 ) -> None:
     launch(run_config(text, tmp_path / "whole"), planned, CONFIG, model, say=silent)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
-    def interrupt_after_three(line: str) -> None:
+    def stop_after_three(line: str) -> None:
         if line.startswith("step 3/"):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-    with pytest.raises(Interrupted, match="resume=auto"):
-        launch(run_config(text, tmp_path / "parts"), planned, CONFIG, model, say=interrupt_after_three)
+    with pytest.raises(Interrupted, match="resume=auto") as stopped_by:
+        launch(run_config(text, tmp_path / "parts"), planned, CONFIG, model, say=stop_after_three)
+    assert stopped_by.value.exit_code == exit_code
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
     stopped, _ = checkpoint_tensors(tmp_path / "parts" / "checkpoints", model)
     assert 3 <= stopped.step < 8
 
@@ -166,6 +170,17 @@ def test_resuming_with_other_settings_is_refused_by_key(
             run_config(text, tmp_path / "run", max_steps=4, resume=str(earlier), learning_rate=2e-2),
             planned, CONFIG, model, say=silent,
         )  # fmt: skip
+
+
+def test_a_run_of_one_step_has_no_update_to_measure_and_says_so(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    launch(run_config(text, tmp_path / "run", max_steps=1, warmup_steps=0), planned, CONFIG, model, say=silent)
+    run = load_run(tmp_path / "run")
+    table = deviations(run, 99).set_index("operations")
+    (update,) = (row for row in table.index if row.startswith("update on"))
+    assert list(table.loc[update][["measured", "difference"]]) == ["not measured", "–"]
+    assert "not measured" not in set(table.drop(index=update)["measured"])
 
 
 def test_tokens_per_second_leave_padding_out_and_tflops_do_not(

@@ -80,7 +80,7 @@ def test_values_of_a_user_are_refused_as_wrong_input() -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"missing\.json: cannot be read"):
+    with pytest.raises(InputError, match=r"missing\.json: does not exist"):
         Workload.load(tmp_path / "missing.json")
     with pytest.raises(InputError, match="cannot be read"):
         Workload.load(tmp_path)

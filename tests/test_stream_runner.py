@@ -25,6 +25,9 @@ class Event:
     def synchronize(self) -> None:
         assert self.time, "waits for an event that nobody has recorded"
 
+    def query(self) -> bool:
+        return bool(self.time)
+
     def elapsed_time(self, later: "Event") -> float:
         return (later.time - self.time) * 1e3
 
@@ -87,6 +90,8 @@ def test_reports_come_in_order_and_a_recorded_program_has_a_span_an_operation(
     reports = [found.finish_report(), found.finish_report()]
     assert before <= reports[0] <= reports[1] <= time.perf_counter()
     assert {span.name for span in found.spans()} == {operation.name for operation in program()}
+    on_streams = {operation.name for operation in program() if operation.resource is not Resource.HOST}
+    assert on_streams <= {span.name for span in found.reported_spans()}
     found.close()
 
 

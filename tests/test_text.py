@@ -67,6 +67,18 @@ def test_unusable_file_is_refused_alone_and_counted_among_others(tmp_path, conte
     assert list(first_skipped(corpus).values()) == [str(bad)]
 
 
+@pytest.mark.parametrize(
+    ("name", "refused"), [("a.md", True), ("a.html", True), ("a.dat", True), ("a.log", False), ("a.js", False)]
+)
+def test_rows_under_any_name_of_prose_are_told_and_logs_and_code_are_text(tmp_path, name, refused):
+    path = written(tmp_path / name, '{"text": "a"}\n{"text": "b"}\n')
+    if refused:
+        with pytest.raises(InputError, match="holds JSON, not text"):
+            corpus_of(path)
+    else:
+        assert len(tokens_of(path)) == 29
+
+
 @pytest.mark.parametrize("text", ["{not json", "[1] a footnote\nmore", '{"a": 1} is an object'])
 def test_text_that_only_begins_like_json_is_text(tmp_path, text):
     assert tokens_of(written(tmp_path / "a.txt", text)) == [*text.encode(), 256]

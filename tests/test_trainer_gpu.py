@@ -14,7 +14,7 @@ from executor.trainer import Trainer
 from simulator.freezing import freeze
 from simulator.model import model_spec
 from simulator.policy import Policy, SaveLevel, Workload, uniform_policy
-from simulator.program import Operation, Resource
+from simulator.program import Kind, Operation, Resource
 from tests.freezing_cases import fitted
 from tests.tiny import make_trainer, master_weights, random_weights, run_steps, state_bits, tiny_config
 
@@ -243,16 +243,39 @@ def test_evaluations_between_steps_give_the_same_loss_and_change_nothing(compile
         assert all(torch.equal(a, b) for a, b in zip(end, ends[0], strict=True))
 
 
-def test_a_recorded_step_tells_its_lost_time_while_the_next_one_runs() -> None:
+def test_every_step_tells_its_lost_time_while_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
     policy = policies(config, workload, "input")["streamed"]
     trainer = make_trainer(config, workload, policy, random_weights(config, torch.float32), device="cuda")
-    batches = gpu_batches(4)
+    batches = gpu_batches(8)
+    sleep_seconds, update = 0.02, trainer.operations.update
+
+    def slow(operation: Operation) -> None:
+        if operation.resource is Resource.HOST:
+            time.sleep(sleep_seconds)  # in every layer, and nothing else takes as long: compute waits for updates
+        update(operation)
+
+    clock = None
     for step, batch in enumerate(batches):
-        result = trainer.step(batch, record=step == 1)
-        if result is not None and result.step == 1:
-            timeline = trainer.timeline(0.1)
-            assert {span.name for span in timeline.spans} == {operation.name for operation in trainer.program.steady}
-            assert all(seconds >= 0 for seconds in timeline.lost_seconds().values())
+        if step == 3:
+            monkeypatch.setitem(trainer.runner.functions, Kind.UPDATE, slow)  # type: ignore[attr-defined]
+        result = trainer.step(batch, record=step == 5)
+        if result is None:
+            continue
+        if clock is not None:
+            seconds = result.reported - clock
+            found = trainer.lost_seconds(seconds)
+            assert all(lost >= 0 for lost in found.values())
+            assert sum(found.values()) <= seconds * 1.001
+            if result.step >= 3:
+                layers = trainer.model.num_layers
+                assert found["waiting for updates"] > 0.5 * layers * sleep_seconds
+                assert found["waiting for updates"] == max(found.values())
+            if result.step == 5:
+                timeline = trainer.timeline(seconds)
+                assert {s.name for s in timeline.spans} == {operation.name for operation in trainer.program.steady}
+                recorded = timeline.lost_seconds()
+                assert found["waiting for updates"] == pytest.approx(recorded["waiting for updates"], rel=0.1)
+        clock = result.reported
     trainer.drain()
     trainer.close()

@@ -75,7 +75,8 @@ def _message(turn: Any, where: str) -> dict[str, str]:
     known = DIALECTS.get(known, known)
     if known not in ROLES:
         allowed = ", ".join((*ROLES, *DIALECTS))
-        raise ValueError(f"{where} has the role {role!r}; allowed are {allowed}")
+        named = "no role" if role is None else f"the role {role!r}"
+        raise ValueError(f"{where} has {named}; allowed are {allowed}")
     if turn.get("tool_calls"):
         raise ValueError(f"{where} has 'tool_calls', which are not read yet; write them into its content")
     return {"role": known, "content": _content(content, where)}

@@ -87,7 +87,10 @@ class Corpus:
             return
         reasons = [f"{count} skipped: {reason}" for reason, count in self._skipped()[0].items()]
         what = f"{self.read.num_read} rows read" if self.read.num_read else "nothing to read"
-        raise InputError(f"{self.source.name}: no usable rows ({'; '.join([what, *reasons])})")
+        # A prompt without an answer, or a sample too long to be taken: both are a matter of the row's length.
+        too_long = len(self.documents.prompt_only) + len(self.documents.too_long)
+        remedy = "; a longer sequence_length would keep some" if too_long else ""
+        raise InputError(f"{self.source.name}: no usable rows ({'; '.join([what, *reasons])}){remedy}")
 
     def _skipped(self) -> tuple[dict[str, int], dict[str, str]]:
         """What was left out while reading, and then for its length."""
@@ -108,15 +111,19 @@ class Corpus:
 def read_corpus(
     name: Path | str,
     *,
+    what: str = "data",
     vocab_size: int,
     sequence_length: int,
     model_folder: Path | str | None,
     choices: DataChoices,
     say: Callable[[str], None],
 ) -> Corpus:
-    """Tokenize a source, or find it in the cache. Raises InputError, also where nothing is left to train on."""
+    """Tokenize a source, or find it in the cache. `what` is the setting that names it.
+
+    Raises InputError, also where nothing is left to train on.
+    """
     check_columns(choices.columns)
-    source = find_source(name)
+    source = find_source(name, what=what)
     tokenizer = open_tokenizer(model_folder, vocab_size=vocab_size, choice=choices.tokenizer)
     folder = Path(choices.cache).expanduser() if choices.cache is not None else default_folder()
     if source.folder and folder.resolve().is_relative_to(source.folder.resolve()):

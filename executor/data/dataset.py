@@ -151,16 +151,16 @@ def open_datasets(
         return _synthetic(vocab_size, sequence_length, rows_per_step, seed), None
     choices = choices or DataChoices()
 
-    def read(name: Path | str) -> Corpus:
+    def read(name: Path | str, what: str) -> Corpus:
         return read_corpus(
-            name, vocab_size=vocab_size, sequence_length=sequence_length, model_folder=model_folder, choices=choices,
-            say=say,
+            name, what=what, vocab_size=vocab_size, sequence_length=sequence_length, model_folder=model_folder,
+            choices=choices, say=say,
         )  # fmt: skip
 
-    corpus = read(source)
+    corpus = read(source, "data")
     every = np.ones(len(corpus.documents), np.bool_)
     if eval_source is not None:
-        other = read(eval_source)
+        other = read(eval_source, "eval_data")
         _require_apart(corpus, other)
         evaluated = _dataset(other, np.ones(len(other.documents), np.bool_), rows_per_step, seed, shuffle=False)
         return _dataset(corpus, every, rows_per_step, seed, shuffle=True), evaluated

@@ -36,18 +36,20 @@ class HubDataset:
                 yield Record(number, value)
 
 
-def download(name: str) -> HubDataset:
+def download(name: str, *, what: str = "data") -> HubDataset:
     """The dataset that `hub:...` names, through the cache of `datasets`. Raises InputError."""
     found = _NAME.fullmatch(name)
     if not found:
-        raise InputError(f"data: {name!r} is not hub:owner/name, hub:owner/name:split or hub:owner/name/config:split")
-    datasets = require_package("datasets", what=f"data: {name}", extra="hub")
+        raise InputError(f"{what}: {name!r} is not hub:owner/name, hub:owner/name:split or hub:owner/name/config:split")
+    datasets = require_package("datasets", what=f"{what}: {name}", extra="hub")
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(found["name"], found["config"], split=found["split"] or "train")
     except Exception as error:  # the library raises what its parsers and the network raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"data: {name} cannot be opened ({reason})") from error
+        offline = isinstance(error, ConnectionError)
+        hint = "; without a network only what was downloaded before is found, or files by their path" if offline else ""
+        raise InputError(f"{what}: {name} cannot be opened ({reason}){hint}") from error
     return _dataset(rows, name)
 
 

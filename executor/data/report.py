@@ -85,6 +85,8 @@ class DataReport(Schema):
 
     def lines(self) -> list[str]:
         """The report for the terminal; what deserves attention begins with `warning:`."""
+        if not self.num_rows:  # data of rows have some, or are refused
+            return [f"data: {self.source}: {self.first_sample}, without end"]
         kinds = " and ".join(f"{count:,} as {kind}" for kind, count in self.kinds.items())
         lines = [
             f"data: {self.source}: {self.num_read:,} read from {self.num_files} files{', ' * bool(kinds)}{kinds}, "

@@ -32,6 +32,12 @@ ALPACA = RowKind("alpaca", ("instruction", "output"), ("input", "system", "histo
 PROMPT_COMPLETION = RowKind("prompt-completion", ("prompt", "completion"))
 TEXT = RowKind("text", ("text",))
 KINDS = (PRE_TOKENISED, MESSAGES, SHAREGPT, ALPACA, PROMPT_COMPLETION, TEXT)
+# What others call the columns of two kinds, for a hint.
+_KNOWN_AS = {
+    "prompt": ("question", "query", "problem", "source", "input", "user"),
+    "completion": ("answer", "response", "solution", "target", "reply", "output", "assistant"),
+    "text": ("content", "body", "document", "passage", "sentence", "code"),
+}
 COLUMNS = tuple(dict.fromkeys(column for kind in KINDS for column in (*kind.required, *kind.optional)))
 
 
@@ -76,7 +82,7 @@ def recognise(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[RowKi
             raise ValueError(_missing(ours, row, columns))
     raise ValueError(
         "has none of 'text', 'messages', 'conversations', 'input_ids', 'instruction' and 'output', or 'prompt' and "
-        f"'completion'; {_keys(row)}"
+        f"'completion'; {_keys(row)}{_columns_hint(row)}"
     )
 
 
@@ -171,7 +177,12 @@ def _integers(row: Mapping[str, Any], column: str) -> np.ndarray[Any, np.dtype[n
             return np.zeros(0, np.int64)
         with suppress(ValueError, OverflowError):  # lists inside, of several lengths
             array = np.asarray(values)
-            if array.ndim == 1 and array.dtype.kind in "iub":
+            # A mask may hold true and false; among tokens they are a mistake that would be trained as 1 and 0.
+            if (
+                array.ndim == 1
+                and array.dtype.kind in "iub"
+                and (column.endswith("mask") or bool not in map(type, values))
+            ):
                 return array.astype(np.int64)
     raise ValueError(f"{column!r} is not a list of whole numbers")
 
@@ -196,6 +207,24 @@ def _missing(column: str, row: Mapping[str, Any], columns: Mapping[str, str]) ->
     if column in columns:
         return f"has no {columns[column]!r}, which columns: names for '{column}'; {_keys(row)}"
     return f"has no {column!r}; {_keys(row)}; a column of another name is given with columns: {{{column}: its name}}"
+
+
+def _columns_hint(row: Mapping[str, Any]) -> str:
+    """How `columns` would name what a row has, by names that are in use elsewhere, else by the order of its strings."""
+    strings = [name for name, value in row.items() if isinstance(value, str)]
+    known = {
+        ours: next((name for name in strings if name.lower() in theirs), None) for ours, theirs in _KNOWN_AS.items()
+    }
+    if known["prompt"] and known["completion"]:
+        meant = {"prompt": known["prompt"], "completion": known["completion"]}
+    elif known["text"] or len(strings) == 1:
+        meant = {"text": known["text"] or strings[0]}
+    elif len(strings) > 1:
+        meant = {"prompt": strings[0], "completion": strings[1]}
+    else:
+        return ""
+    named = ", ".join(f"{ours}: {theirs}" for ours, theirs in meant.items())
+    return f"; say which is which, as with columns: {{{named}}}"
 
 
 def _keys(row: Mapping[str, Any]) -> str:

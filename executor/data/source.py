@@ -12,10 +12,10 @@ from executor.data.row_files import ROW_SUFFIXES, Record, read_records
 from executor.folder import require_path
 from simulator.errors import InputError, UnsupportedChoice
 
-TEXT_SUFFIXES = (
-    *(".txt", ".md", ".rst", ".tex", ".html", ".log"),
+CODE_SUFFIXES = (
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"),
 )
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".log", *CODE_SUFFIXES)
 _NOT_READ = (".arrow", ".feather", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".xlsx", ".xls", ".pdf", ".docx")
 # Installed packages and caches inside a source tree are not the source.
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
@@ -68,24 +68,26 @@ class Source:
         return total.hexdigest()
 
 
-def find_source(name: Path | str) -> Source:
-    """The source that a path or `hub:owner/name` names.
+def find_source(name: Path | str, *, what: str = "data") -> Source:
+    """The source that a path or `hub:owner/name` names; `what` is the setting that names it.
 
     Raises InputError with the nearest name for a path that does not exist, for folders that hold nothing of use or
     more than one kind, and for a Hugging Face dataset that cannot be opened; UnsupportedChoice for formats that are
     not read.
     """
     if str(name).startswith(hub.PREFIX):
-        dataset = hub.download(str(name))
+        dataset = hub.download(str(name), what=what)
         return Source(str(name), dataset.files, is_text=False, dataset=dataset)
-    path = require_path(name, what="data")
+    path = require_path(name, what=what)
     if hub.is_saved(path):
         dataset = hub.load_saved(path)
         return Source(_printable(path), dataset.files, is_text=False, dataset=dataset)
     if path.is_dir():
         return _folder(path)
     if not path.is_file():  # a pipe has nothing left when it is read again, a device perhaps no end
-        raise InputError(f"data: {path} is neither a file nor a folder; data are read more than once, so write a file")
+        raise InputError(
+            f"{what}: {path} is neither a file nor a folder; data are read more than once, so write a file"
+        )
     suffix = path.suffix.lower()
     if suffix in _NOT_READ:
         raise UnsupportedChoice(

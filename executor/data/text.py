@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from executor.data.report import Tally
-from executor.data.source import Source
+from executor.data.source import CODE_SUFFIXES, Source
 from simulator.errors import InputError
 
 _PIECE_CHARACTERS = 2**20  # of a long document, tokenized at once
+# Source code, and logs, whose lines may well be JSON and are trained as they are.
+MAY_BE_JSON = (*CODE_SUFFIXES, ".log")
 _JSON_CHARACTERS = 2**24  # up to here a text is parsed as a whole to see whether it is JSON
 
 
@@ -72,7 +74,7 @@ def _reason_against(path: Path) -> str:
             while chunk := _read_lines(file):
                 is_blank = is_blank and not chunk.strip()
                 size += len(chunk)
-                if path.suffix.lower() == ".txt" and len(begin) < _JSON_CHARACTERS:
+                if path.suffix.lower() not in MAY_BE_JSON and len(begin) < _JSON_CHARACTERS:
                     begin += chunk
     except OSError as error:
         return f"cannot be read ({error.strerror})"
