@@ -11,7 +11,7 @@ the operations that they contain.
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -50,7 +50,8 @@ class Search:
     """One search over `outlines`. `solver` False lets the greedy planner answer in the program's place.
 
     `gap` is the solver's relative gap; what cannot beat the best replay by more than `tolerance` is left alone.
-    `only_device` leaves everything on the device: the search of the all-in-HBM baseline.
+    `restrict` adds rows to every program, and their limits to `Formulation.limits`: the search of a baseline or of an
+    alternative. `known` are policies of these outlines to begin with: what is found is no slower than those that fit.
     """
 
     problem: Problem
@@ -58,7 +59,8 @@ class Search:
     gap: float
     tolerance: float
     solver: bool
-    only_device: bool = False
+    restrict: Callable[[Formulation], None] | None = None
+    known: tuple[Policy, ...] = ()
     best: tuple[Policy, StepFigures] | None = None
     bounds: dict[Outline, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -75,9 +77,12 @@ class Search:
         self.counts = dict.fromkeys(("outlines", "solves", "time limits", "tightened", "replays"), 0)
         self.counts["outlines"] = len(self.outlines)
         before = self.problem.num_replays
+        for policy in self.known:
+            self._try(policy)
+        self.spent = 0  # they were not found by searching
         self._open()
         self._branch()
-        if self.best is None and not self.only_device:
+        if self.best is None and self.restrict is None:
             self._rescue()
         if self.best is not None:
             self._swap()
@@ -146,8 +151,8 @@ class Search:
 
     def _formulation(self, outline: Outline, budget: Budget) -> Formulation:
         formulation = self.problem.formulation(outline, budget)
-        if self.only_device:
-            formulation.keep_on_device()
+        if self.restrict is not None:
+            self.restrict(formulation)
         return formulation
 
     def _decide(self, outline: Outline, formulation: Formulation, *, keep_bound: bool) -> Decisions | None:

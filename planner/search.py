@@ -1,6 +1,7 @@
 """plan(): the one call that finds a policy, its bound and its rivals, and says why where nothing fits."""
 
 import time
+from collections.abc import Sequence
 
 from planner.baselines import baselines
 from planner.branch import Search
@@ -40,21 +41,27 @@ def plan(
     model_path: str = "",
     gap: float = GAP,
     with_baselines: bool = True,
+    known: Sequence[Policy] = (),
+    with_suggestions: bool = True,
 ) -> Plan:
     """The best policy that the search finds for a workload on a machine, with its prediction and bound.
 
     `limits` default to the machine's memory. Raises InfeasiblePlan naming the binding resource, the bytes short and
     changes that would make it fit, and UnsupportedChoice for what no policy can serve yet. Where no solver can be
-    loaded the greedy planner answers, and `solver` says so.
+    loaded the greedy planner answers, and `solver` says so. `known` are policies to begin with, such as the plan of a
+    poorer machine: the plan is no slower than those of them that fit. Without suggestions an InfeasiblePlan names no
+    changes, each of which takes a search.
     """
     started = time.perf_counter()
     _refuse_what_is_not_built(model, workload, limits)
     problem = Problem(model, workload, hardware, limits or default_limits(hardware), costs)
     version = solver_version()
-    search = Search(problem, outlines(model, workload), gap=gap, tolerance=gap, solver=version is not None)
+    search = Search(
+        problem, outlines(model, workload), gap=gap, tolerance=gap, solver=version is not None, known=tuple(known)
+    )
     found = search.run()
     if found is None:
-        raise explain_infeasible(problem, solver=version is not None)
+        raise explain_infeasible(problem, solver=version is not None, with_suggestions=with_suggestions)
     searched = time.perf_counter()
     rivals: dict[str, Baseline] = baselines(problem, solver=version is not None) if with_baselines else {}
     prediction = problem.predict(found.policy)
