@@ -61,6 +61,7 @@ class Search:
     solver: bool
     restrict: Callable[[Formulation], None] | None = None
     known: tuple[Policy, ...] = ()
+    improvement_operations: int = IMPROVEMENT_OPERATIONS
     best: tuple[Policy, StepFigures] | None = None
     bounds: dict[Outline, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class Search:
                 break
             if decisions is None:
                 self._solve(outline)
-            elif self.best is None or self.spent < IMPROVEMENT_OPERATIONS:
+            elif self.best is None or self.spent < self.improvement_operations:
                 self._replay(outline, decisions)
 
     def _solve(self, outline: Outline, over: Mapping[str, int] | None = None) -> None:
@@ -230,7 +231,7 @@ class Search:
         while improved and self.best is not None:
             seconds = self.best_seconds
             for policy in swaps(self.problem.model, self.best[0]):
-                if self.spent >= IMPROVEMENT_OPERATIONS or self._lowest_bound() >= seconds * (1 - self.tolerance):
+                if self.spent >= self.improvement_operations or self._lowest_bound() >= seconds * (1 - self.tolerance):
                     return
                 self._try(policy)
             improved = self.best_seconds < seconds
