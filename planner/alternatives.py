@@ -77,10 +77,9 @@ def _priced(plan: Plan, kind: _Kind, found: Found) -> Alternative:
 def _best(problem: Problem, kind: _Kind, *, solver: bool) -> Found | None:
     best: Found | None = None
     for restriction in kind.restrictions:
-        known = () if best is None else (best.policy,)
         search = Search(
-            problem, kind.outlines, gap=GAP, tolerance=GAP, solver=solver, restrict=restriction, known=known,
-            improvement_operations=IMPROVEMENT_OPERATIONS,
+            problem, kind.outlines, gap=GAP, tolerance=GAP, solver=solver, restrict=restriction,
+            improvement_operations=IMPROVEMENT_OPERATIONS, best=None if best is None else (best.policy, best.figures),
         )  # fmt: skip
         best = search.run() or best
     return best

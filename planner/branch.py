@@ -51,7 +51,7 @@ class Search:
 
     `gap` is the solver's relative gap; what cannot beat the best replay by more than `tolerance` is left alone.
     `restrict` adds rows to every program, and their limits to `Formulation.limits`: the search of a baseline or of an
-    alternative. `known` are policies of these outlines to begin with: what is found is no slower than those that fit.
+    alternative. `best` may be given: then only what is faster is found.
     """
 
     problem: Problem
@@ -60,7 +60,6 @@ class Search:
     tolerance: float
     solver: bool
     restrict: Callable[[Formulation], None] | None = None
-    known: tuple[Policy, ...] = ()
     improvement_operations: int = IMPROVEMENT_OPERATIONS
     best: tuple[Policy, StepFigures] | None = None
     bounds: dict[Outline, float] = field(default_factory=dict)
@@ -78,9 +77,6 @@ class Search:
         self.counts = dict.fromkeys(("outlines", "solves", "time limits", "tightened", "replays"), 0)
         self.counts["outlines"] = len(self.outlines)
         before = self.problem.num_replays
-        for policy in self.known:
-            self._try(policy)
-        self.spent = 0  # they were not found by searching
         self._open()
         self._branch()
         if self.best is None and self.restrict is None:

@@ -6,7 +6,7 @@ Every change that a message names was planned with: a policy was found for it, r
 from collections.abc import Iterator
 
 from planner.branch import Search
-from planner.least_memory import TIERS, UNLIMITED_BYTES, Tier, least_memory, smallest_outlines
+from planner.least_memory import TIERS, UNLIMITED_BYTES, LeastMemory, Tier, least_memory, smallest_outlines
 from planner.problem import Problem
 from simulator.errors import InfeasiblePlan
 from simulator.policy import Workload
@@ -52,24 +52,32 @@ def explain_infeasible(problem: Problem, *, solver: bool, with_suggestions: bool
     )
 
 
+def close(problem: Problem, *, solver: bool) -> bool:
+    """Whether the program's least memory is within the limits, or so little above that only a replay can tell."""
+    return any(_close(problem, solver=solver))
+
+
 def feasible(problem: Problem, *, solver: bool) -> StepFigures | None:
     """The replay of a policy that fits, or None where none does: a plan, though not the fastest.
 
     Cheap where nothing fits: the program says so. Where it is close, the search that the planner would make decides.
     """
-    close = False
-    for tier in TIERS:
-        least = least_memory(problem, tier, solver=solver)
-        if least is None or least.peak_bytes > PROGRAM_SLACK * problem.limits.bytes_of(tier):
-            continue
-        close = True
+    near = list(_close(problem, solver=solver))
+    for least in near:
         figures = problem.figures(least.policy)
         if not problem.excess_bytes(figures):
             return figures
-    if not close:
+    if not near:
         return None
     found = Search(problem, smallest_outlines(problem), gap=1e-3, tolerance=1e-3, solver=solver).run()
     return None if found is None else found.figures
+
+
+def _close(problem: Problem, *, solver: bool) -> Iterator[LeastMemory]:
+    for tier in TIERS:
+        least = least_memory(problem, tier, solver=solver)
+        if least is not None and least.peak_bytes <= PROGRAM_SLACK * problem.limits.bytes_of(tier):
+            yield least
 
 
 def _size(num_bytes: int) -> str:

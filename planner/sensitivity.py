@@ -1,13 +1,14 @@
 """Sensitivity: what one more unit of each resource would buy, by planning again on a machine that has it.
 
-The present plan, priced again there, is where each of these searches begins: more of a resource is never worse than
-what one already has. What no policy can beat there is the most that the resource can buy.
+The present plan is priced again there and stands where the search finds nothing faster: more of a resource is never worse
+than what one already has. What no policy can beat there is the most that the resource can buy.
 """
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planner.plan import Plan
+from planner.search import no_slower
 from planner.task import Task
 from simulator.rates import link_bytes_per_second
 from simulator.schema import Schema
@@ -46,7 +47,7 @@ def gains(plan: Plan, *, report: Report = lambda words: None) -> list[Gain]:
     found = []
     for unit in _units(Task.of(plan)):
         report(f"planning with {unit.unit} more")
-        richer = unit.task.plan(known=[plan.policy])
+        richer = no_slower(unit.task.plan(), [plan.policy])
         seconds, step = plan.prediction.step_seconds, richer.prediction.step_seconds
         found.append(
             Gain(

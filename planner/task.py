@@ -1,6 +1,5 @@
 """Task: what `plan()` is asked, as data, and the same task on a changed machine or with a changed workload."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from planner.search import plan
 from simulator.costs import OperationCosts
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
-from simulator.policy import Policy, Workload
+from simulator.policy import Workload
 from simulator.rates import faster
 from simulator.schema import validated
 
@@ -35,9 +34,7 @@ class Task:
     def problem(self) -> Problem:
         return Problem(self.model, self.workload, self.hardware, self.limits, self.costs)
 
-    def plan(
-        self, *, known: Sequence[Policy] = (), with_baselines: bool = False, with_suggestions: bool = False
-    ) -> Plan:
+    def plan(self, *, with_baselines: bool = False, with_suggestions: bool = False) -> Plan:
         """Plan it. Raises InfeasiblePlan; see `planner.search.plan`."""
         return plan(
             self.model,
@@ -46,7 +43,6 @@ class Task:
             self.limits,
             self.costs,
             model_path=self.model_path,
-            known=known,
             with_baselines=with_baselines,
             with_suggestions=with_suggestions,
         )
