@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pandas
@@ -20,6 +21,7 @@ from simulator.units import GIB, format_bytes
 _UNITS = {"tokens": (1.0, "{}"), "bytes": (float(GIB), "{} (GiB)"), "bytes/s": (1e9, "{} (GB/s)")}
 _STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("P", "--"))
 MAX_TICKS = 9
+MOSTLY = 0.5
 
 
 def frame(sweep: Sweep, price: Price | None = None) -> pandas.DataFrame:
@@ -31,7 +33,11 @@ def frame(sweep: Sweep, price: Price | None = None) -> pandas.DataFrame:
 
 def _row(sweep: Sweep, point: Point, price: Price | None) -> dict[str, object]:
     name = sweep.key.replace("-", "_")
-    suffix = {"tokens": "" if name.startswith("tokens") else "_tokens", "bytes": "_bytes", "bytes/s": "_bytes_per_second"}
+    suffix = {
+        "tokens": "" if name.startswith("tokens") else "_tokens",
+        "bytes": "_bytes",
+        "bytes/s": "_bytes_per_second",
+    }
     row: dict[str, object] = {name + suffix[sweep.axis.unit]: point.value}
     plan = point.plan
     if plan is not None:
@@ -52,7 +58,10 @@ def _row(sweep: Sweep, point: Point, price: Price | None) -> dict[str, object]:
         }
         row |= {f"{resource}_busy_share": share for resource, share in _busy_shares(plan).items()}
         if price is not None:
-            row |= {"cost_per_million_tokens": price.per_million_tokens(figures), "cost_per_token": price.per_token(figures)}
+            row |= {
+                "cost_per_million_tokens": price.per_million_tokens(figures),
+                "cost_per_token": price.per_token(figures),
+            }
         row |= {"measured_price_share": plan.price_shares["measured"], "timed_out_solves": _time_outs(plan)}
     return row | {"infeasible": point.infeasible}
 
@@ -98,10 +107,8 @@ def _remarks(sweep: Sweep) -> Iterator[str]:
         if point.plan is None:
             yield f"{format_value(point.value, sweep.axis.unit)}: {point.infeasible}"
         elif _time_outs(point.plan):
-            yield (
-                f"{format_value(point.value, sweep.axis.unit)}: the best plan found, within {point.plan.bound.gap:.2%} of "
-                f"the bound; {point.plan.solver.status}"
-            )
+            value, gap = format_value(point.value, sweep.axis.unit), point.plan.bound.gap
+            yield f"{value}: the best plan found, within {gap:.2%} of the bound; {point.plan.solver.status}"
     shares = [round(p.plan.price_shares["measured"], 2) for p in sweep.points if p.plan is not None]
     if shares and max(shares) - min(shares) > 0.5:
         yield (
@@ -111,7 +118,7 @@ def _remarks(sweep: Sweep) -> Iterator[str]:
 
 
 def drawing(sweep: Sweep, price: Price | None = None, *, name: str = "") -> Drawing:
-    """Speed, what is busy, and memory over the swept value, one above the other; and the cost where there is a price."""
+    """Speed, what is busy, memory and, where there is a price, cost over the swept value, one above the other."""
     solved = [(point.value, point.plan) for point in sweep.points if point.plan is not None]
     scale, label = _UNITS[sweep.axis.unit]
     values = [value / scale for value, _ in solved]
@@ -130,8 +137,9 @@ def drawing(sweep: Sweep, price: Price | None = None, *, name: str = "") -> Draw
         axes[-1].set_xlabel(label.format(sweep.axis.words))
     words = sweep.axis.words
     caption = (
-        f"Each point is a plan of its own for its {words}. Speed, with the bound that no plan considered passes; the share "
-        "of the step that each resource works; predicted peaks. Grey: nothing fits."
+        f"Each point is a plan of its own for its {words}. Speed, with the bound that no plan considered passes, a "
+        "point filled where more than half of the work was priced by measurements; the share of the step that each "
+        "resource works; predicted peaks. Grey: nothing fits."
     )
     return Drawing(name or sweep.key, f"What if: {words}", caption, _alt(sweep), figure)
 
@@ -141,7 +149,16 @@ def _draw_speed(axis: Axes, values: Sequence[float], plans: Sequence[Plan]) -> N
     bounds = [number / plan.bound.step_seconds for number, plan in zip(tokens, plans, strict=True)]
     axis.plot(values, bounds, color=GREY, linestyle="--", linewidth=1.2, label="bound")
     speeds = [plan.prediction.tokens_per_second for plan in plans]
-    axis.plot(values, speeds, color=LINE_COLOURS[0], marker="o", markersize=4, linewidth=1.6, label="plan")
+    axis.plot(values, speeds, color=LINE_COLOURS[0], linewidth=1.6, zorder=2)
+    # Points that are priced by measurements and by the profile do not compare to the percent.
+    measured = [plan.price_shares["measured"] >= MOSTLY for plan in plans]
+    for known, fill, what in ((True, LINE_COLOURS[0], "measured"), (False, "#FFFFFF", "computed")):
+        at = [index for index, value in enumerate(measured) if value is known]
+        if at:
+            axis.plot(
+                [values[index] for index in at], [speeds[index] for index in at], linestyle="none", marker="o",
+                markersize=5, color=LINE_COLOURS[0], markerfacecolor=fill, zorder=3, label=f"plan, prices {what}",
+            )  # fmt: skip
     axis.set_ylim(0, 1.1 * max(bounds, default=1.0))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axis.set_ylabel("tokens per second")
@@ -150,7 +167,7 @@ def _draw_speed(axis: Axes, values: Sequence[float], plans: Sequence[Plan]) -> N
 
 def _draw_busy(axis: Axes, values: Sequence[float], plans: Sequence[Plan]) -> None:
     shares = [_busy_shares(plan) for plan in plans]
-    resources = [name for name in dict.fromkeys([*LANES, *(r for row in shares for r in row)])]
+    resources = dict.fromkeys([*LANES, *(resource for row in shares for resource in row)])
     drawn = [resource for resource in resources if any(row.get(resource, 0.0) >= 0.005 for row in shares)]
     for place, resource in enumerate(drawn):
         marker, line = _STYLES[place % len(_STYLES)]
@@ -203,7 +220,7 @@ def _shade_infeasible(axis: Axes, sweep: Sweep, scale: float) -> None:
     values = [point.value / scale for point in sweep.points]
     logarithmic = sweep.axis.unit == "tokens"
     middle = (lambda a, b: math.sqrt(a * b)) if logarithmic else (lambda a, b: (a + b) / 2)
-    edges = [middle(a, b) for a, b in zip(values, values[1:], strict=False)]
+    edges = [middle(a, b) for a, b in pairwise(values)]
     low, high = _ends(values, logarithmic=logarithmic)
     edges = [low, *edges, high]
     for place, point in enumerate(sweep.points):

@@ -54,7 +54,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:#.4g} s" if seconds >= 1 else f"{seconds * 1e3:#.4g} ms"
 
 
-def _parameters(number: int) -> str:
+def parameters_text(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
@@ -78,9 +78,9 @@ def _title(plan: Plan) -> str:
     name = model.path or model.family
     clipping = {"global": "exact clipping", "layerwise": "layerwise clipping", "none": "no clipping"}[workload.clipping]
     trained = plan.model.num_trained_parameters
-    frozen = "" if trained == model.num_parameters else f", {_parameters(trained)} of them trained"
+    frozen = "" if trained == model.num_parameters else f", {parameters_text(trained)} of them trained"
     return (
-        f"{name}: {_parameters(model.num_parameters)} parameters in {model.num_layers} layers{frozen}, "
+        f"{name}: {parameters_text(model.num_parameters)} parameters in {model.num_layers} layers{frozen}, "
         f"{workload.tokens_per_step:,} tokens a step in sequences of {workload.sequence_length:,}, {clipping},\n"
         f"{workload.gradient_format} gradients, {workload.state_format} optimizer state, "
         f"on {plan.inputs.hardware.name} with {_limits(plan)}"
@@ -183,7 +183,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def held_bytes(plan: Plan) -> dict[str, dict[str, float]]:
-    """Bytes at the predicted peaks by what they hold, then by tier; where memory is shared, by the one tier `memory`."""
+    """Bytes at the predicted peaks by what they hold and by tier; the one tier of shared memory is `memory`."""
     held: dict[str, dict[str, float]] = {}
 
     def add(words: str, tier: str, num_bytes: float) -> None:
@@ -207,7 +207,9 @@ def held_bytes(plan: Plan) -> dict[str, dict[str, float]]:
             if passing := peaks[tier] - own - persistent:
                 add("activations and workspace at their peak", tier, passing)
             if own:
-                add("the bare process, loading" if tier == "memory" else "context, the bare process, loading", tier, own)
+                add(
+                    "the bare process, loading" if tier == "memory" else "context, the bare process, loading", tier, own
+                )
     return held
 
 

@@ -5,7 +5,6 @@ from rich.table import Table
 from planner.alternatives import Alternative, alternatives
 from planner.explain import WIDTH, rendered, seconds_text
 from planner.plan import Plan
-from planner.price import Price
 from planner.sensitivity import Gain, Report, gains
 from simulator.schema import Schema
 from simulator.units import format_bytes
@@ -40,15 +39,13 @@ def explanation(plan: Plan, *, report: Report = lambda words: None) -> Explanati
     )
 
 
-def explanation_text(plan: Plan, found: Explanation, *, price: Price | None = None, width: int = WIDTH) -> str:
+def explanation_text(plan: Plan, found: Explanation, *, width: int = WIDTH) -> str:
     """The explanation as tables, `width` characters wide; every figure has its unit. It follows `plan_table`."""
-    parts = [rendered(_gains(plan, found), width), rendered(_alternatives(plan, found), width), _bottleneck(plan, found)]
-    if price is not None:
-        parts.append(price.of(plan.prediction))
+    parts = [rendered(_gains(found), width), rendered(_alternatives(plan, found), width), _bottleneck(found)]
     return "\n\n".join(parts) + "\n"
 
 
-def _gains(plan: Plan, found: Explanation) -> Table:
+def _gains(found: Explanation) -> Table:
     table = _table("what more would buy, planned again", "step time", "saves", "", "none below", "1 % more saves")
     for gain in found.gains:
         table.add_row(
@@ -91,7 +88,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _bottleneck(plan: Plan, found: Explanation) -> str:
+def _bottleneck(found: Explanation) -> str:
     gain = next(gain for gain in found.gains if gain.resource == found.bottleneck)
     full = f"; {' and '.join(found.full_tiers)} is full" if found.full_tiers else "; no memory is full"
     return f"what binds: {gain.resource}, of which 1 % more saves {gain.saved_per_percent:.2%} of the step{full}"

@@ -64,9 +64,7 @@ def longest_sequence(task: Task, *, report: Report = lambda words: None) -> Exte
     )
 
 
-def _largest(
-    task_of: Callable[[int], Task], *, start: int, step: int, most: int, words: str, report: Report
-) -> Extent:
+def _largest(task_of: Callable[[int], Task], *, start: int, step: int, most: int, words: str, report: Report) -> Extent:
     """Double from `start` until nothing fits, then halve what lies between, in multiples of `step`."""
     solver = solver_version() is not None
     end = most // step + 1
@@ -92,6 +90,4 @@ def _largest(
         low, high = (count, high) if fits(count) else (low, count)
     low = max(low, 1)  # where not even that fits, its plan says why
     report(f"planning {words.format(f'{step * low:,}')}")
-    return Extent(
-        step * low, task_of(step * low).plan(with_suggestions=True), None if high == end else step * high
-    )
+    return Extent(step * low, task_of(step * low).plan(with_suggestions=True), None if high == end else step * high)

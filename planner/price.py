@@ -25,8 +25,8 @@ class Price:
     def of(self, figures: StepFigures) -> str:
         """A line that says it."""
         return (
-            f"cost: {self.per_million_tokens(figures):.4g} per million tokens ({self.per_token(figures):.4g} a token) at "
-            f"{self.per_hour:g} per hour"
+            f"cost: {self.per_million_tokens(figures):.4g} per million tokens ({self.per_token(figures):.4g} a token) "
+            f"at {self.per_hour:g} per hour"
         )
 
 
@@ -35,5 +35,7 @@ def price_of(hardware: HardwareProfile, per_hour: float | None = None) -> Price 
     if per_hour is None:
         return Price(hardware.price_per_hour.value) if hardware.price_per_hour is not None else None
     if not 0 < per_hour < float("inf"):
-        raise InputError(f"--price-per-hour: {per_hour:g} is not a price; name what an hour of the machine costs, as 2.5")
+        raise InputError(
+            f"--price-per-hour: {per_hour:g} is not a price; name what an hour of the machine costs, as 2.5"
+        )
     return Price(per_hour)

@@ -1,7 +1,8 @@
 """Sensitivity: what one more unit of each resource would buy, by planning again on a machine that has it.
 
-The present plan is priced again there and stands where the search finds nothing faster: more of a resource is never worse
-than what one already has. What no policy can beat there is the most that the resource can buy.
+The present plan is priced again there and stands where the search finds nothing faster: more of a resource is never
+worse than what one already has. What no policy can beat there is the most that the resource can buy. All keep the
+plan's micro-batch size: so they train the same numbers, and take a fraction of the outlines to search.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +46,8 @@ class _Unit(NamedTuple):
 def gains(plan: Plan, *, report: Report = lambda words: None) -> list[Gain]:
     """What one more GiB of each memory, one more GB/s of link and host DRAM, and 1 % more compute would buy."""
     found = []
-    for unit in _units(Task.of(plan)):
+    task = Task.of(plan).with_workload(micro_batch_rows=plan.policy.micro_batch_rows)
+    for unit in _units(task):
         report(f"planning with {unit.unit} more")
         richer = no_slower(unit.task.plan(), [plan.policy])
         seconds, step = plan.prediction.step_seconds, richer.prediction.step_seconds

@@ -20,8 +20,8 @@ def faster(
     """The machine with each resource's rates multiplied by a factor, and its measured operations as much shorter.
 
     `compute`: matrix products, attention and device memory; launches take what they took. `link`: copies of all sizes,
-    both ways, alone and at once. `host_dram`: host memory and the optimizer that runs in it. Raises InputError for rates
-    beyond what any machine has.
+    both ways, alone and at once. `host_dram`: host memory and the optimizer that runs in it. Raises InputError for
+    rates beyond what any machine has.
     """
     profile = hardware.model_dump(mode="json")
     for points in (profile["matmul"], profile["attention"]):
