@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner import search
 from planner.plan import Limits, Plan
 from planner.problem import Problem
-from planner.search import plan
 from simulator.costs import OperationCosts
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
@@ -36,7 +36,7 @@ class Task:
 
     def plan(self, *, with_baselines: bool = False, with_suggestions: bool = False) -> Plan:
         """Plan it. Raises InfeasiblePlan; see `planner.search.plan`."""
-        return plan(
+        return search.plan(
             self.model,
             self.workload,
             self.hardware,
