@@ -59,24 +59,36 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plan a run and print, or write, what was found."""
+    """Plan a run and print, or write, what was found; and answer what is asked beside."""
+    from analysis.questions import largest, longest, progress_lines, require_folder, sweeps
     from executor.folder import require_writable
     from executor.run_plan import allowed_bytes
     from planner.calibrate import fold_runs, load_run
     from planner.explain import plan_table
+    from planner.explanation import explanation, explanation_text
     from planner.plan import Limits
-    from planner.search import plan as run_plan
+    from planner.price import price_of
+    from planner.sweep import parse_sweep
+    from planner.task import Task
     from simulator.costs import OperationCosts
     from simulator.errors import InputError
     from simulator.freezing import freeze
     from simulator.hardware import load_hardware
-    from simulator.model import load_model_spec
+    from simulator.model import load_model_spec, read_model_config
     from simulator.policy import Workload
     from simulator.schema import validated
 
+    asked = bool(arguments.what_if or arguments.largest or arguments.longest_sequence)
+    if arguments.json and (asked or arguments.explain):
+        raise InputError("--json: prints a plan and nothing else; leave it out where questions are asked")
+    for text in arguments.what_if:
+        parse_sweep(text)  # known to be wrong before anything is planned
     if arguments.output:
         require_writable(arguments.output, what="--output")
+    if arguments.what_if:
+        require_folder(Path(arguments.figures), what="--figures")
     hardware = load_hardware(arguments.hardware)
+    price = price_of(hardware, arguments.price_per_hour)
     if arguments.model.encode("utf-8", "replace").decode() != arguments.model:  # the plan names it, in UTF-8
         raise InputError(f"--model: {arguments.model!r} holds bytes that are no text; give the folder another name")
     model = freeze(load_model_spec(arguments.model), arguments.freeze)
@@ -101,15 +113,28 @@ def plan(arguments: argparse.Namespace) -> int:
         host_memory_bytes=allowed_bytes("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
         nvme_memory_bytes=arguments.nvme_memory,
     )
-    found = run_plan(model, workload, hardware, limits, costs, model_path=arguments.model)
-    if arguments.output:
-        found.save(arguments.output)
-    if arguments.json:
-        print(found.model_dump_json(indent=1))
-        return 0
-    print(plan_table(found))
-    if arguments.output:
-        print(f"written to {arguments.output}")
+    task = Task(model, workload, hardware, limits, costs, arguments.model)
+    report = progress_lines()
+    if arguments.explain or arguments.output or not asked:
+        found = task.plan(with_baselines=True, with_suggestions=True)
+        if arguments.output:
+            found.save(arguments.output)
+        if arguments.json:
+            print(found.model_dump_json(indent=1))
+            return 0
+        print(plan_table(found))
+        if arguments.explain:
+            print(explanation_text(found, explanation(found, report=report)))
+        if price is not None:
+            print(price.of(found.prediction))
+        if arguments.output:
+            print(f"written to {arguments.output}")
+    for answer in sweeps(task, arguments.what_if, Path(arguments.figures), price, report):
+        print(f"{answer}\n")
+    if arguments.largest:
+        print(largest(task, read_model_config(arguments.model), arguments.freeze, price, report))
+    if arguments.longest_sequence:
+        print(longest(task, read_model_config(arguments.model), price, report))
     return 0
 
 

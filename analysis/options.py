@@ -105,6 +105,21 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--host-memory", metavar="SIZE", type=positive_size, help="host memory that the plan may use")
     limits.add_argument("--nvme-memory", metavar="SIZE", type=size, default=0, help="disk for state [%(default)s]")
 
+    questions = parser.add_argument_group("questions; each answer is planned, so it takes some seconds")
+    questions.add_argument("--explain", action="store_true", help="what binds, what more would buy, what else there is")
+    questions.add_argument(
+        "--what-if", metavar="KEY=VALUES", action="append", default=[],
+        help="plan with other values, as device-memory=24GiB,48GiB or tokens-per-step=8192..131072 (doubled) or "
+        "link-bandwidth=16GB/s..64GB/s:4 (evenly spaced); more keys: sequence-length, host-memory, host-bandwidth; may "
+        "be given again",
+    )  # fmt: skip
+    questions.add_argument(
+        "--figures", metavar="DIR", default="what-if", help="where figures and CSV of --what-if go [%(default)s]"
+    )
+    questions.add_argument("--largest", action="store_true", help="the deepest model of this width that fits")
+    questions.add_argument("--longest-sequence", action="store_true", help="the longest sequence that fits")
+    questions.add_argument("--price-per-hour", metavar="PRICE", type=float, help="of the machine; adds cost per token")
+
     parser.add_argument("--output", metavar="FILE", type=output_file, help="write the plan as JSON")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a table")
 

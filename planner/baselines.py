@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from planner.branch import Search
 from planner.coefficients import Outline
+from planner.formulation import Formulation
 from planner.layout import lay_out
 from planner.memory_rows import GB
 from planner.outlines import micro_batch_sizes
@@ -56,7 +57,7 @@ def _streamed(problem: Problem, outlines: list[Outline]) -> Baseline:
 def _all_on_device(problem: Problem, *, solver: bool, gap: float) -> Baseline:
     """Weights, gradients and state in HBM, one micro-batch after the other, at the best save levels that fit."""
     outlines = list(_zero_outlines(problem))
-    search = Search(problem, outlines, gap=gap, tolerance=gap, solver=solver, only_device=True)
+    search = Search(problem, outlines, gap=gap, tolerance=gap, solver=solver, restrict=Formulation.keep_on_device)
     found = search.run()
     if found is not None:
         return Baseline(policy=found.policy, prediction=found.figures)

@@ -11,7 +11,7 @@ the operations that they contain.
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -50,7 +50,8 @@ class Search:
     """One search over `outlines`. `solver` False lets the greedy planner answer in the program's place.
 
     `gap` is the solver's relative gap; what cannot beat the best replay by more than `tolerance` is left alone.
-    `only_device` leaves everything on the device: the search of the all-in-HBM baseline.
+    `restrict` adds rows to every program, and their limits to `Formulation.limits`: the search of a baseline or of an
+    alternative. `best` may be given: then only what is faster is found.
     """
 
     problem: Problem
@@ -58,7 +59,8 @@ class Search:
     gap: float
     tolerance: float
     solver: bool
-    only_device: bool = False
+    restrict: Callable[[Formulation], None] | None = None
+    improvement_operations: int = IMPROVEMENT_OPERATIONS
     best: tuple[Policy, StepFigures] | None = None
     bounds: dict[Outline, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Search:
         before = self.problem.num_replays
         self._open()
         self._branch()
-        if self.best is None and not self.only_device:
+        if self.best is None and self.restrict is None:
             self._rescue()
         if self.best is not None:
             self._swap()
@@ -126,7 +128,7 @@ class Search:
                 break
             if decisions is None:
                 self._solve(outline)
-            elif self.best is None or self.spent < IMPROVEMENT_OPERATIONS:
+            elif self.best is None or self.spent < self.improvement_operations:
                 self._replay(outline, decisions)
 
     def _solve(self, outline: Outline, over: Mapping[str, int] | None = None) -> None:
@@ -146,8 +148,8 @@ class Search:
 
     def _formulation(self, outline: Outline, budget: Budget) -> Formulation:
         formulation = self.problem.formulation(outline, budget)
-        if self.only_device:
-            formulation.keep_on_device()
+        if self.restrict is not None:
+            self.restrict(formulation)
         return formulation
 
     def _decide(self, outline: Outline, formulation: Formulation, *, keep_bound: bool) -> Decisions | None:
@@ -225,7 +227,7 @@ class Search:
         while improved and self.best is not None:
             seconds = self.best_seconds
             for policy in swaps(self.problem.model, self.best[0]):
-                if self.spent >= IMPROVEMENT_OPERATIONS or self._lowest_bound() >= seconds * (1 - self.tolerance):
+                if self.spent >= self.improvement_operations or self._lowest_bound() >= seconds * (1 - self.tolerance):
                     return
                 self._try(policy)
             improved = self.best_seconds < seconds

@@ -10,11 +10,13 @@ from rich.table import Table
 from planner.plan import Plan
 from simulator.placement import place
 from simulator.policy import Policy
-from simulator.predict import StepFigures
+from simulator.predict import StepFigures, host_process_bytes
 from simulator.program import Role, Tier
 from simulator.units import format_bytes
 
 WIDTH = 110
+# What takes less of a tier's peak stands in the row "other".
+SMALLEST_SHARE = 5e-4
 
 # What the reader calls what a buffer of a role holds.
 _HOLDS = {
@@ -39,20 +41,20 @@ def plan_table(plan: Plan, *, width: int = WIDTH) -> str:
     """The plan in plain text, `width` characters wide; every figure has its unit."""
     parts = [
         _title(plan),
-        _render(_decisions(plan), width),
-        _render(_memory(plan), width),
-        _render(_rivals(plan), width),
+        rendered(_decisions(plan), width),
+        rendered(_memory(plan), width),
+        rendered(_rivals(plan), width),
         "\n".join(_notes(plan)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     """Four digits, so that plans which differ by a percent look different."""
     return f"{seconds:#.4g} s" if seconds >= 1 else f"{seconds * 1e3:#.4g} ms"
 
 
-def _parameters(number: int) -> str:
+def parameters_text(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
@@ -65,25 +67,31 @@ def _device(plan: Plan) -> str:
     return "GPU" if plan.hardware.device.kind == "cuda" else "CPU"
 
 
-def _render(table: Table, width: int) -> str:
+def rendered(table: Table, width: int) -> str:
     text = StringIO()
     Console(file=text, width=width, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def _title(plan: Plan) -> str:
-    model, workload, limits = plan.inputs.model, plan.inputs.workload, plan.inputs.limits
+    model, workload = plan.inputs.model, plan.inputs.workload
     name = model.path or model.family
     clipping = {"global": "exact clipping", "layerwise": "layerwise clipping", "none": "no clipping"}[workload.clipping]
     trained = plan.model.num_trained_parameters
-    frozen = "" if trained == model.num_parameters else f", {_parameters(trained)} of them trained"
+    frozen = "" if trained == model.num_parameters else f", {parameters_text(trained)} of them trained"
     return (
-        f"{name}: {_parameters(model.num_parameters)} parameters in {model.num_layers} layers{frozen}, "
+        f"{name}: {parameters_text(model.num_parameters)} parameters in {model.num_layers} layers{frozen}, "
         f"{workload.tokens_per_step:,} tokens a step in sequences of {workload.sequence_length:,}, {clipping},\n"
         f"{workload.gradient_format} gradients, {workload.state_format} optimizer state, "
-        f"on {plan.inputs.hardware.name} with {format_bytes(limits.device_memory_bytes)} of device memory "
-        f"and {format_bytes(limits.host_memory_bytes)} of host memory"
+        f"on {plan.inputs.hardware.name} with {_limits(plan)}"
     )
+
+
+def _limits(plan: Plan) -> str:
+    device, host = plan.inputs.limits.device_memory_bytes, plan.inputs.limits.host_memory_bytes
+    if plan.hardware.shared_memory and device >= host:  # the device's bytes are among the host's
+        return f"{format_bytes(host)} of memory"
+    return f"{format_bytes(device)} of device memory and {format_bytes(host)} of host memory"
 
 
 def _decisions(plan: Plan) -> Table:
@@ -95,7 +103,7 @@ def _decisions(plan: Plan) -> Table:
         ("micro-batches", f"{policy.num_micro_batches} of {policy.micro_batch_rows} rows, {tokens:,} tokens"),
         ("groups", _runs([f"{size}" for size in policy.groups], "of {} micro-batches")),
         ("weights", _runs(_words(policy.weight_homes, {"device": "resident", "host": "streamed"}), "{}")),
-        ("save levels", _runs([_level(level) for level in policy.save_levels], "{}", first=1)),
+        ("save levels", _runs([level_words(level) for level in policy.save_levels], "{}", first=1)),
         ("optimizer", _runs(_updated(plan, on), "{}")),
     ]
     if "host" in policy.weight_homes:
@@ -123,7 +131,7 @@ def _words(values: Sequence[str], words: dict[str, str]) -> list[str]:
     return [words[value] for value in values]
 
 
-def _level(level: str) -> str:
+def level_words(level: str) -> str:
     share = level.removeprefix("budget_")
     return f"keep {share} %" if share != level else {"keep": "keep all", "input": "keep the input only"}[level]
 
@@ -144,48 +152,65 @@ def _runs(values: Sequence[str], form: str, *, first: int = 0) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    """Bytes by what they hold and where; their sums are the predicted peaks. Shared memory is the host's alone."""
-    shared = plan.hardware.shared_memory
-    tiers = (Tier.HOST,) if shared else (Tier.DEVICE, Tier.HOST)
-    held: dict[str, dict[str, float]] = {}
-
-    def add(words: str, tier: str, num_bytes: float) -> None:
-        column = Tier.HOST if shared else tier
-        held.setdefault(words, {}).setdefault(column, 0.0)
-        held[words][column] += num_bytes
-
-    buffers = {Tier.DEVICE: 0, Tier.HOST: 0}
-    for buffer in place(plan.model, plan.inputs.workload, plan.policy).buffers.values():
-        add(_HOLDS[buffer.role], buffer.tier, buffer.num_bytes)
-        buffers[buffer.tier] += buffer.num_bytes
-    peaks = {Tier.DEVICE: plan.prediction.device_peak_bytes, Tier.HOST: plan.prediction.host_peak_bytes}
-    context = plan.hardware.context_bytes.value
-    add("activations and workspace at their peak", Tier.DEVICE, peaks[Tier.DEVICE] - context - buffers[Tier.DEVICE])
-    add("context, the bare process, loading", Tier.DEVICE, context)
-    process = peaks[Tier.HOST] - buffers[Tier.HOST] - (peaks[Tier.DEVICE] if shared else 0)
-    add("context, the bare process, loading", Tier.HOST, process)
-
+    """Bytes by what they hold and where, and their shares of the limits; a column's rows add up to its peak."""
     table = Table(box=None, pad_edge=False, title="what lives where", title_justify="left", title_style="")
     table.add_column("")
-    for tier in tiers:
-        table.add_column(tier.value, justify="right")
+    held, limits = held_bytes(plan), plan.inputs.limits
+    columns = {"memory": limits.host_memory_bytes}
+    if not plan.hardware.shared_memory:
+        tiers = [tier.value for tier in Tier if any(tier.value in row for row in held.values())]
+        columns = {tier: limits.bytes_of(tier) for tier in tiers}
+    for column in columns:
+        table.add_column(column, justify="right")
         table.add_column("of its limit", justify="right")
-    limits = plan.inputs.limits
-    other: dict[str, float] = dict.fromkeys(tiers, 0.0)  # what is too little for a row of its own
-    total: dict[str, float] = {tier: float(peaks[tier]) for tier in tiers}
-    for words, row in [*held.items(), ("other", other), ("peak", total)]:
-        cells = []
-        for tier in tiers:
-            num_bytes = row.get(tier, 0.0)
-            share = num_bytes / limits.bytes_of(tier)
-            if (words == "peak" or share >= 5e-4) or (words == "other" and num_bytes):
-                cells += [format_bytes(num_bytes), f"{share:.1%}"]
+    other: dict[str, float] = dict.fromkeys(columns, 0.0)
+    peak: dict[str, float] = {column: sum(row.get(column, 0.0) for row in held.values()) for column in columns}
+    shown: dict[str, dict[str, float]] = {}
+    for words, row in held.items():
+        for column, num_bytes in row.items():
+            if num_bytes >= SMALLEST_SHARE * peak[column]:
+                shown.setdefault(words, {})[column] = num_bytes
             else:
-                cells += ["", ""]
-                other[tier] += num_bytes
+                other[column] += num_bytes
+    for words, row in [*shown.items(), ("other", other), ("peak", peak)]:
+        cells = []
+        for column, limit in columns.items():
+            num_bytes = row.get(column, 0.0)
+            cells += [format_bytes(num_bytes), f"{num_bytes / limit:.1%}"] if num_bytes else ["", ""]
         if any(cells):
             table.add_row(words, *cells)
     return table
+
+
+def held_bytes(plan: Plan) -> dict[str, dict[str, float]]:
+    """Bytes at the predicted peaks by what they hold and by tier; the one tier of shared memory is `memory`."""
+    held: dict[str, dict[str, float]] = {}
+
+    def add(words: str, tier: str, num_bytes: float) -> None:
+        column = "memory" if plan.hardware.shared_memory else tier
+        row = held.setdefault(words, {})
+        row[column] = row.get(column, 0.0) + num_bytes
+
+    for buffer in place(plan.model, plan.inputs.workload, plan.policy).buffers.values():
+        add(_HOLDS[buffer.role], buffer.tier.value, buffer.num_bytes)
+    figures = plan.prediction
+    process = float(host_process_bytes(plan.model, plan.inputs.workload, plan.hardware))
+    # What passes through a step is the rest of a peak: the predicted one holds it at its largest.
+    peaks: dict[str, float] = {"host": figures.host_peak_bytes, "nvme": figures.nvme_peak_bytes}
+    if plan.hardware.shared_memory:
+        peaks, context = {"memory": figures.host_peak_bytes}, 0.0
+    else:
+        peaks, context = {"device": figures.device_peak_bytes, **peaks}, plan.hardware.context_bytes.value
+    for tier, own in (("memory", process), ("device", context), ("host", process), ("nvme", 0.0)):
+        if tier in peaks:
+            persistent = sum(row.get(tier, 0.0) for row in held.values())
+            if passing := peaks[tier] - own - persistent:
+                add("activations and workspace at their peak", tier, passing)
+            if own:
+                add(
+                    "the bare process, loading" if tier == "memory" else "context, the bare process, loading", tier, own
+                )
+    return held
 
 
 def _rivals(plan: Plan) -> Table:
@@ -194,18 +219,21 @@ def _rivals(plan: Plan) -> Table:
     figures |= {name: baseline.prediction for name, baseline in plan.baselines.items()}
     table = Table(box=None, pad_edge=False, title="predicted", title_justify="left", title_style="")
     table.add_column("")
+    shared = plan.hardware.shared_memory
     for name in figures:
-        table.add_column(name, justify="right")
+        table.add_column(_rival(plan, name), justify="right")
     best = plan.prediction.step_seconds
     rows: dict[str, Callable[[StepFigures], str]] = {
-        "step time": lambda f: _seconds(f.step_seconds),
+        "step time": lambda f: seconds_text(f.step_seconds),
         "of this plan's speed": lambda f: f"{best / f.step_seconds:.1%}",
         "TFLOPS (6 N T)": lambda f: _tflops(f.tflops),
         "TFLOPS with attention": lambda f: _tflops(f.tflops_with_attention),
         "tokens per second": lambda f: f"{f.tokens_per_second:,.0f}",
         "device peak": lambda f: format_bytes(f.device_peak_bytes),
-        "host peak": lambda f: format_bytes(f.host_peak_bytes),
+        "memory peak" if shared else "host peak": lambda f: format_bytes(f.host_peak_bytes),
     }
+    if shared:
+        del rows["device peak"]  # the other one holds it
     for words, cell in rows.items():
         table.add_row(words, *("-" if f is None else cell(f) for f in figures.values()))
     policies: list[Policy | None] = [plan.policy, *(baseline.policy for baseline in plan.baselines.values())]
@@ -213,20 +241,25 @@ def _rivals(plan: Plan) -> Table:
     return table
 
 
+def _rival(plan: Plan, name: str) -> str:
+    """A CPU has no HBM."""
+    return "all resident" if plan.hardware.shared_memory and name == "all in HBM" else name
+
+
 def _notes(plan: Plan) -> Iterator[str]:
     for name, baseline in plan.baselines.items():
         if baseline.infeasible:
-            yield f"{name} does not fit: {baseline.infeasible}"
+            yield f"{_rival(plan, name)} does not fit: {baseline.infeasible}"
     seconds, bound = plan.prediction.step_seconds, plan.bound
     yield (
-        f"bound: no policy considered steps in less than {_seconds(bound.step_seconds)}; "
+        f"bound: no policy considered steps in less than {seconds_text(bound.step_seconds)}; "
         f"this one is within {bound.gap:.2%} of it"
     )
     resource, busy = max(plan.busy_seconds.items(), key=lambda item: item[1])
     name = _RESOURCES.get(resource, resource).format(device=_device(plan))
     yield f"bottleneck: {name}, busy for {busy / seconds:.1%} of the step"
     shares = sorted(plan.prediction.breakdown_seconds.items(), key=lambda item: -item[1])
-    yield "step: " + ", ".join(f"{words} {_seconds(value)}" for words, value in shares if value >= 5e-4 * seconds)
+    yield "step: " + ", ".join(f"{words} {seconds_text(value)}" for words, value in shares if value >= 5e-4 * seconds)
     measured, interpolated, computed = (plan.price_shares[key] for key in ("measured", "interpolated", "roofline"))
     yield (
         f"prices: {measured:.0%} of busy time measured, {interpolated:.0%} interpolated, "

@@ -32,11 +32,11 @@ class LeastMemory:
 
 def least_memory(problem: Problem, tier: Tier, *, solver: bool) -> LeastMemory | None:
     """None where the other tier's limit is too low for every policy."""
-    candidates = [_least_of(problem, outline, tier, solver=solver) for outline in _smallest(problem)]
+    candidates = [_least_of(problem, outline, tier, solver=solver) for outline in smallest_outlines(problem)]
     return min(filter(None, candidates), key=lambda found: found.peak_bytes, default=None)
 
 
-def _smallest(problem: Problem) -> list[Outline]:
+def smallest_outlines(problem: Problem) -> list[Outline]:
     """Outlines among which the least memory is: small operations, alone in their group or without accumulators."""
     rows = min(micro_batch_sizes(problem.workload))
     num_micro_batches = problem.workload.rows_per_step // rows

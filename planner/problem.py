@@ -1,5 +1,7 @@
 """Problem: one planning task, with the coefficients, budgets and replays that its parts share."""
 
+from copy import copy
+
 from planner.coefficients import Coefficients, CoefficientTable, Outline
 from planner.formulation import Formulation
 from planner.memory_rows import Budget
@@ -29,8 +31,10 @@ class Problem:
         self.replayed_operations = 0
 
     def with_limits(self, limits: Limits) -> "Problem":
-        """The same problem with other limits."""
-        return Problem(self.model, self.workload, self.hardware, limits, self.costs)
+        """The same problem with other limits; what was priced and replayed for this one holds for it too."""
+        other = copy(self)
+        other.limits = limits
+        return other
 
     def with_workload(self, workload: Workload) -> "Problem":
         """The same problem with another workload."""

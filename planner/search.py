@@ -1,6 +1,7 @@
 """plan(): the one call that finds a policy, its bound and its rivals, and says why where nothing fits."""
 
 import time
+from collections.abc import Sequence
 
 from planner.baselines import baselines
 from planner.branch import Search
@@ -40,12 +41,14 @@ def plan(
     model_path: str = "",
     gap: float = GAP,
     with_baselines: bool = True,
+    with_suggestions: bool = True,
 ) -> Plan:
     """The best policy that the search finds for a workload on a machine, with its prediction and bound.
 
     `limits` default to the machine's memory. Raises InfeasiblePlan naming the binding resource, the bytes short and
     changes that would make it fit, and UnsupportedChoice for what no policy can serve yet. Where no solver can be
-    loaded the greedy planner answers, and `solver` says so.
+    loaded the greedy planner answers, and `solver` says so. Without suggestions an InfeasiblePlan names no smaller
+    workloads, each of which takes a search.
     """
     started = time.perf_counter()
     _refuse_what_is_not_built(model, workload, limits)
@@ -54,7 +57,7 @@ def plan(
     search = Search(problem, outlines(model, workload), gap=gap, tolerance=gap, solver=version is not None)
     found = search.run()
     if found is None:
-        raise explain_infeasible(problem, solver=version is not None)
+        raise explain_infeasible(problem, solver=version is not None, with_suggestions=with_suggestions)
     searched = time.perf_counter()
     rivals: dict[str, Baseline] = baselines(problem, solver=version is not None) if with_baselines else {}
     prediction = problem.predict(found.policy)
@@ -82,6 +85,27 @@ def _refuse_what_is_not_built(model: ModelSpec, workload: Workload, limits: Limi
     rows = workload.micro_batch_rows or workload.rows_per_step
     outline = Outline(rows, (workload.rows_per_step // rows,))
     check_policy(base_policy(model, workload, outline), model, workload)
+
+
+def no_slower(plan: Plan, known: Sequence[Policy]) -> Plan:
+    """The plan, or one with the fastest of the known policies that fits and beats it: what another search came upon."""
+    inputs = plan.inputs
+    problem = Problem(plan.model, inputs.workload, plan.hardware, inputs.limits, plan.costs)
+    for policy in known:
+        prediction = problem.predict(policy)
+        seconds = prediction.figures.step_seconds
+        if problem.excess_bytes(prediction.figures) or seconds >= plan.prediction.step_seconds:
+            continue
+        bound_seconds = min(plan.bound.step_seconds, seconds)
+        changes = {
+            "policy": policy,
+            "prediction": prediction.figures,
+            "bound": Bound(step_seconds=bound_seconds, gap=1 - bound_seconds / seconds),
+            "busy_seconds": prediction.timeline.busy_seconds(),
+            "price_shares": price_shares(problem, policy, prediction),
+        }
+        plan = plan.model_copy(update=changes).hashed()
+    return plan
 
 
 def _report(version: str | None, gap: float, counts: dict[str, int]) -> SolverReport:

@@ -34,9 +34,12 @@ class UnsupportedChoice(InputError):
 
 
 class InfeasiblePlan(InputError):
-    """No policy fits. `resource` binds and is short by `short_bytes`."""
+    """No policy fits. `resource` binds and is short by `short_bytes`; each of the `changes` alone would make it fit."""
 
-    def __init__(self, message: str, *, resource: str = "", short_bytes: int = 0) -> None:
+    def __init__(
+        self, message: str, *, resource: str = "", short_bytes: int = 0, changes: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.resource = resource
         self.short_bytes = short_bytes
+        self.changes = changes

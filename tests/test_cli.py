@@ -56,7 +56,8 @@ def test_options_of_plan() -> None:
         "plan --model qwen --hardware h200 --sequence-length 1024 --tokens-per-step 98304 --device-memory 24GiB "
         "--host-memory 96GB --nvme-memory 0 --state-format auto --gradient-format bf16 --clipping layerwise "
         "--precision fp32 --eager --costs costs.json --calibrate runs/a runs/b --micro-batch-rows 4 "
-        "--freeze model.layers.0.* *.bias --packed --output plan.json --json"
+        "--freeze model.layers.0.* *.bias --packed --output plan.json --json --explain --what-if device-memory=8GiB "
+        "--what-if tokens-per-step=8..64 --figures sweeps --largest --longest-sequence --price-per-hour 2.5"
     )
     assert vars(parse(line.split())) == {
         "command": "plan",
@@ -79,8 +80,16 @@ def test_options_of_plan() -> None:
         "packed": True,
         "output": "plan.json",
         "json": True,
+        "explain": True,
+        "what_if": ["device-memory=8GiB", "tokens-per-step=8..64"],
+        "figures": "sweeps",
+        "largest": True,
+        "longest_sequence": True,
+        "price_per_hour": 2.5,
     }
     least = parse(PLAN.split())
+    assert (least.explain, least.what_if, least.figures) == (False, [], "what-if")
+    assert (least.largest, least.longest_sequence, least.price_per_hour) == (False, False, None)
     assert (least.device_memory, least.host_memory, least.nvme_memory) == (None, None, 0)
     assert (least.state_format, least.gradient_format, least.clipping) == ("fp32", "fp32", "global")
     assert (least.precision, least.compiled, least.calibrate, least.json) == ("bf16", None, [], False)
