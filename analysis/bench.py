@@ -8,8 +8,8 @@ import gc
 import json
 import math
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from executor.ideal import MeasuredIdeal, measure_ideal
 from executor.launch import launch
 from executor.record import RunRecord, append_result
 from executor.yaml_mapping import read_yaml_mapping
+from planner.ablation import ABLATIONS, ablate
 from planner.plan import Limits, Plan
 from planner.search import plan as run_plan
 from simulator.costs import OperationCosts
@@ -82,6 +83,7 @@ class RowResult:
     records: tuple[RunRecord, ...]
     ideal: MeasuredIdeal | None
     plain_seconds: float | None
+    ablations: dict[str, RunRecord | str] = field(default_factory=dict)  # or why there is nothing to run
 
 
 def load_matrix(path: Path | str) -> Matrix:
@@ -101,12 +103,14 @@ def bench(
     clips: Sequence[str] = tuple(CLIPS),
     with_ideal: bool = True,
     with_plain: bool = True,
+    ablations: Sequence[str] = (),
     warm_seconds: float = WARM_SECONDS,
     results: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[RowResult]:
     """Run every row and give what it found; each record is added to `results` as soon as it is there.
 
+    `ablations` (of planner.ablation) are further runs of a row, with the first of `clips`, without one means each.
     Raises InputError for a row that no plan fits and for output directories that hold runs already.
     """
     device = torch.device("cuda", 0) if hardware.device.kind == "cuda" else torch.device("cpu")
@@ -135,8 +139,15 @@ def bench(
         for record in records if results is not None else ():
             assert results is not None
             append_result(results, record)
-        found.append(RowResult(row, plan, tuple(records), ideal, plain))
+        result = RowResult(row, plan, tuple(records), ideal, plain)
+        found.append(result)
         say(table(found))
+        for name in ablations:
+            ablated = _ablated(row, plan, name, path, output, clips[0], warm_seconds, say)
+            result.ablations[name] = ablated
+            if results is not None and isinstance(ablated, RunRecord):
+                append_result(results, ablated)
+            say(table(found))
     return found
 
 
@@ -204,6 +215,26 @@ def _train(
         return launch(config, plan, read_model_config(model), plan.model, say=say)
     finally:
         release_device()
+
+
+def _ablated(
+    row: Row,
+    plan: Plan,
+    name: str,
+    model: Path,
+    output: Path,
+    clip: str,
+    warm_seconds: float,
+    say: Callable[[str], None],
+) -> RunRecord | str:
+    """The run of a plan that does without one means, or why there is none."""
+    without = ablate(plan, name)
+    if without is None:
+        return "nothing fits"
+    if without.policy == plan.policy:
+        return "the plan does without already"
+    ablated = row.model_copy(update={"case": f"{row.case}-without-{name}"})
+    return _train(ablated, without, model, output, clip, warm_seconds, say)
 
 
 def _of_plan(plan: Plan) -> dict[str, Any]:
@@ -275,7 +306,29 @@ def table(results: Sequence[RowResult]) -> str:
             )
             lost = {cause: s for cause, s in figures.breakdown_seconds.items() if cause.startswith("waiting")}
             lines += _below(", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in lost.items()))
+        lines += _ablation_lines(result)
     return "\n".join(lines)
+
+
+def _ablation_lines(result: RowResult) -> Iterator[str]:
+    """A line an ablation: what the row reaches without that means, and what share of the row's own speed that is."""
+    whole = result.records[0].measured if result.records else None
+    if result.ablations:
+        yield "without one means each, and of the speed above:"
+    for name, found in result.ablations.items():
+        words = f"  {ABLATIONS[name].words}"
+        if isinstance(found, str):
+            yield f"{words:{_CASE}} {found}"
+        elif found.measured is None or found.predicted is None or whole is None:
+            yield f"{words:{_CASE}} {found.status}: {found.message}"
+        else:
+            yield (
+                f"{words:{_CASE}} {'':>7} {'':>7} {found.measured.tflops:>7.0f} "
+                f"{whole.step_seconds / found.measured.step_seconds:>9.1%} {found.predicted.tflops:>10.0f} "
+                f"{found.predicted.step_seconds / found.measured.step_seconds - 1:>+7.1%} "
+                f"{format_bytes(found.measured.device_peak_bytes):>10} "
+                f"{format_bytes(found.measured.host_peak_bytes):>10}"
+            )
 
 
 def _below(text: str) -> list[str]:

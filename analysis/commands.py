@@ -245,6 +245,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
     from analysis.bench import CLIPS, load_matrix, table
     from analysis.bench import bench as run_bench
+    from planner.ablation import ABLATIONS, require_known
     from simulator.costs import OperationCosts
     from simulator.errors import InputError
     from simulator.hardware import load_hardware
@@ -259,6 +260,9 @@ def bench(arguments: argparse.Namespace) -> int:
                     f"--case {case}: {arguments.matrix} has no such row{did_you_mean(nearest_name(case, cases))}"
                 )
         rows = tuple(row for row in rows if row.case in arguments.case)
+    ablations = tuple(ABLATIONS) if arguments.ablate == ["all"] else tuple(arguments.ablate)
+    for name in ablations:
+        require_known(name)
     found = run_bench(
         rows,
         load_hardware(arguments.hardware),
@@ -267,6 +271,7 @@ def bench(arguments: argparse.Namespace) -> int:
         clips=tuple(CLIPS) if arguments.clip == "both" else (arguments.clip,),
         with_ideal=not arguments.no_ideal,
         with_plain=not arguments.no_plain,
+        ablations=ablations,
         warm_seconds=arguments.warm_seconds,
         results=Path(arguments.results) if arguments.results else None,
     )

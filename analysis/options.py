@@ -153,6 +153,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-ideal", action="store_true", help="leave out the ideal")
     parser.add_argument("--no-plain", action="store_true", help="leave out plain PyTorch")
     parser.add_argument(
+        "--ablate", metavar="NAME", nargs="+", default=[],
+        help="also run without one means each: prefetch-depth-1, two-slabs, no-resident-weights, one-save-level, "
+        "host-optimizer, checkpoint-interval-1, or all",
+    )  # fmt: skip
+    parser.add_argument(
         "--warm-seconds", metavar="S", type=float, default=30.0, help="load before timing starts [%(default)s]"
     )
 

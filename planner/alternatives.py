@@ -99,47 +99,47 @@ def _kinds(plan: Plan, task: Task) -> Iterator[_Kind]:
         yield _Kind("groups of one micro-batch", [o for o in same if max(o.groups) == 1])
     trained = set(model.trained_blocks)
     if any(policy.optimizer_homes[block] != "host" for block in trained):
-        yield _Kind("all gradients and updates on the host", same, (_all_on_host,))
+        yield _Kind("all gradients and updates on the host", same, (all_on_host,))
     if any(policy.weight_homes[layer] == "device" for layer in model.layers):
-        yield _Kind("no resident layers: all stream", same, (_all_streamed,))
+        yield _Kind("no resident layers: all stream", same, (all_streamed,))
     if any(home != "device" for home in policy.weight_homes):
         yield _Kind("no streamed layers: all resident", same, (_none_streamed,))
     if any(policy.optimizer_homes[block] != "device" for block in trained):
         yield _Kind("everything on the device", same, (Formulation.keep_on_device,))
     if len({policy.save_levels[layer - 1] for layer in model.backward_layers}) > 1:
         levels = dict.fromkeys(level for outline in same for level in problem.coefficients(outline).levels)
-        restrictions = tuple(_only_level(level) for level in levels)
+        restrictions = tuple(only_level(level) for level in levels)
         lowest = model.backward_layers[0] - 1
         yield _Kind(
             "one save level for all layers", same, restrictions, lambda p: f": {level_words(p.save_levels[lowest])}"
         )
 
 
-def _held(formulation: Formulation, title: str, expression: Linear) -> None:
+def held(formulation: Formulation, title: str, expression: Linear) -> None:
     """Hold an expression to 0 at most, as a limit: greedy walks and neighbours keep to it too."""
     formulation.mip.at_most(title, expression, 0.0)
     formulation.limits.append(formulation.mip.rows[-1])
 
 
-def _all_on_host(formulation: Formulation) -> None:
+def all_on_host(formulation: Formulation) -> None:
     v, c = formulation.variables, formulation.coefficients
     everywhere = sum(len(layers) for layers in c.trained_kinds.values()) + sum(c.edges_trained)
-    _held(formulation, "every update on the host", everywhere - (v.num_host + v.embedding + v.head))
+    held(formulation, "every update on the host", everywhere - (v.num_host + v.embedding + v.head))
 
 
-def _all_streamed(formulation: Formulation) -> None:
+def all_streamed(formulation: Formulation) -> None:
     layers = formulation.coefficients.model.num_layers
-    _held(formulation, "every layer streams", layers - formulation.variables.num_streamed)
+    held(formulation, "every layer streams", layers - formulation.variables.num_streamed)
 
 
 def _none_streamed(formulation: Formulation) -> None:
-    _held(formulation, "no layer streams", formulation.variables.num_streamed)
+    held(formulation, "no layer streams", formulation.variables.num_streamed)
 
 
-def _only_level(level: str) -> Restriction:
+def only_level(level: str) -> Restriction:
     def restrict(formulation: Formulation) -> None:
         v, c = formulation.variables, formulation.coefficients
         others = (count for (kind, other), count in v.levels.items() if kind in c.backward_kinds and other != level)
-        _held(formulation, f"no save level but {level}", total(others))
+        held(formulation, f"no save level but {level}", total(others))
 
     return restrict

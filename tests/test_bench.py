@@ -12,7 +12,7 @@ from analysis.bench import bench, load_matrix, table
 from analysis.plain_torch import BETAS, EPSILON, PlainTorch
 from executor.ideal import measure_ideal
 from executor.planes import split_planes
-from executor.record import load_results
+from executor.record import RunRecord, load_results
 from simulator.errors import InputError
 from simulator.hardware import load_hardware
 from simulator.ideal import ideal_steps
@@ -132,3 +132,19 @@ def test_plain_torch_follows_a_plainer_trainer() -> None:
         wanted = expected.weights[name].reshape(-1) - weights[name].reshape(-1)
         # bf16 gradients summed in bf16: the direction of nearly every step is the same.
         assert torch.nn.functional.cosine_similarity(moved, wanted, dim=0) > 0.98, name
+
+
+def test_an_ablation_is_a_run_of_the_best_plan_without_one_means(matrix: Path, tmp_path: Path) -> None:
+    found = bench(
+        load_matrix(matrix).rows[1:], load_hardware("cpu-2-core"), tmp_path / "out", warm_seconds=0.0,
+        clips=("clipped",), with_ideal=False, with_plain=False, results=tmp_path / "results.json",
+        ablations=("host-optimizer", "two-slabs"), say=lambda words: None,
+    )  # fmt: skip
+    without = found[0].ablations["host-optimizer"]
+    assert isinstance(without, RunRecord)
+    assert without.case == "short-without-host-optimizer-clipped"
+    assert without.status == "ok"
+    assert set(without.policy["optimizer_homes"]) == {"host"} != set(found[0].plan.policy.optimizer_homes)  # type: ignore[index]
+    assert found[0].ablations["two-slabs"] == "the plan does without already"
+    assert [record.case for record in load_results(tmp_path / "results.json")] == ["short-clipped", without.case]
+    assert "every update on the host" in table(found)

@@ -197,8 +197,8 @@ def test_bytes_in_the_table_add_up_to_the_peaks(planned: Plan, on_cpu: bool) -> 
     lines = plan_table(planned).splitlines()
     header = next(number for number, line in enumerate(lines) if line.startswith("what lives where")) + 1
     peak = next(number for number, line in enumerate(lines) if line.startswith("peak"))
-    columns = re.findall(r"device|host", lines[header])
-    assert columns == (["host"] if on_cpu else ["device", "host"])
+    columns = re.findall(r"device|host|memory", lines[header])
+    assert columns == (["memory"] if on_cpu else ["device", "host"])
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     for column in columns:
         right = lines[header].index(column) + len(column)  # cells end where the header's word does

@@ -1,0 +1,109 @@
+"""Ablation: a plan that must do without one of its means, all else chosen anew, to see what that means is worth.
+
+Micro-batches keep their size, so an ablated run trains the same numbers as the plan's own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.alternatives import Restriction, all_on_host, all_streamed, held, only_level
+from planner.branch import Found, Search
+from planner.coefficients import Outline
+from planner.formulation import Formulation
+from planner.outlines import outlines
+from planner.plan import Bound, Plan
+from planner.problem import Problem
+from planner.search import GREEDY, price_shares
+from planner.task import Task
+from simulator.errors import InputError
+from simulator.nearest import did_you_mean, nearest_name
+from simulator.policy import SAVE_LEVELS, Policy
+
+GAP = 1e-3
+
+
+def _unrestricted(formulation: Formulation) -> None:
+    """No row beside the planner's own."""
+
+
+def _any_outline(outline: Outline) -> bool:
+    return True
+
+
+def _two_slots(formulation: Formulation) -> None:
+    held(formulation, "two slots", formulation.variables.slots - 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ablation:
+    """`spared` says whether a policy does without already; otherwise one of the restrictions sees to it."""
+
+    words: str
+    spared: Callable[[Policy], bool]
+    restrictions: tuple[Restriction, ...] = (_unrestricted,)
+    allowed: Callable[[Outline], bool] = _any_outline
+
+
+ABLATIONS: dict[str, _Ablation] = {
+    "prefetch-depth-1": _Ablation("one layer loaded ahead", lambda p: p.prefetch_depth == 1, (_two_slots,)),
+    "two-slabs": _Ablation("two gradient slabs", lambda p: p.gradient_slabs == 2),
+    "no-resident-weights": _Ablation(
+        "no resident layers", lambda p: "device" not in p.weight_homes[1:-1], (all_streamed,)
+    ),
+    "one-save-level": _Ablation(
+        "one save level", lambda p: len(set(p.save_levels)) == 1, tuple(map(only_level, SAVE_LEVELS))
+    ),
+    "host-optimizer": _Ablation(
+        "every update on the host", lambda p: set(p.optimizer_homes) == {"host"}, (all_on_host,)
+    ),
+    "checkpoint-interval-1": _Ablation(
+        "every layer's input kept",
+        lambda p: p.checkpoint_interval == 1,
+        allowed=lambda outline: outline.checkpoint_interval == 1,
+    ),
+}
+
+
+def require_known(name: str) -> None:
+    """Raise InputError for a name that ABLATIONS does not have."""
+    if name not in ABLATIONS:
+        nearest = did_you_mean(nearest_name(name, list(ABLATIONS)))
+        raise InputError(f"ablation {name!r}: there is none{nearest}; there are {', '.join(ABLATIONS)}")
+
+
+def ablate(plan: Plan, name: str) -> Plan | None:
+    """The best plan without what `name` (of ABLATIONS) takes away; the plan itself if it does without already.
+
+    None where nothing fits. Raises InputError for unknown names.
+    """
+    require_known(name)
+    ablation = ABLATIONS[name]
+    if ablation.spared(plan.policy):
+        return plan
+    task = Task.of(plan)
+    rows = plan.policy.micro_batch_rows
+    same = (outline for outline in outlines(plan.model, task.workload) if outline.micro_batch_rows == rows)
+    allowed = [outline for outline in same if ablation.allowed(outline)]
+    problem = task.problem()
+    best: Found | None = None
+    for restriction in ablation.restrictions:
+        search = Search(
+            problem, allowed, gap=GAP, tolerance=GAP, solver=plan.solver.name != GREEDY, restrict=restriction,
+            known=() if best is None else (best.policy,),
+        )  # fmt: skip
+        best = search.run() or best
+    return None if best is None else _planned(plan, problem, best)
+
+
+def _planned(plan: Plan, problem: Problem, found: Found) -> Plan:
+    prediction = problem.predict(found.policy)
+    seconds = prediction.figures.step_seconds
+    changes = {
+        "policy": found.policy,
+        "prediction": prediction.figures,
+        "bound": Bound(step_seconds=found.bound_seconds, gap=max(0.0, 1 - found.bound_seconds / seconds)),
+        "baselines": {},
+        "busy_seconds": prediction.timeline.busy_seconds(),
+        "price_shares": price_shares(problem, found.policy, prediction),
+    }
+    return plan.model_copy(update=changes).hashed()
