@@ -89,7 +89,7 @@ def ablate(plan: Plan, name: str) -> Plan | None:
     for restriction in ablation.restrictions:
         search = Search(
             problem, allowed, gap=GAP, tolerance=GAP, solver=plan.solver.name != GREEDY, restrict=restriction,
-            known=() if best is None else (best.policy,),
+            best=None if best is None else (best.policy, best.figures),
         )  # fmt: skip
         best = search.run() or best
     return None if best is None else _planned(plan, problem, best)
