@@ -41,7 +41,7 @@ def replay(
     size: Callable[[Buffer], int],
     sharing: Sharing,
 ) -> Timeline:
-    """Timeline of the steady step. Steps are added until two periods agree, at most MAX_STEPS.
+    """Timeline of the steady step. Steps are added until two periods agree on every resource, at most MAX_STEPS.
 
     The last step replayed is only company for the one before it: copies and updates of the next step share links and
     host DRAM with the step that is reported.
@@ -50,9 +50,7 @@ def replay(
     while True:
         run = _Run(step_program, price, sharing, num_steps)
         run.execute()
-        ends = run.compute_ends
-        period, before = ends[-2] - ends[-3], ends[-3] - ends[-4]
-        if abs(period - before) <= PERIOD_TOLERANCE * max(period, before) or num_steps >= MAX_STEPS:
+        if run.repeats or num_steps >= MAX_STEPS:
             return run.timeline(size)
         num_steps = min(2 * num_steps, MAX_STEPS)
 
@@ -161,11 +159,29 @@ class _Run:
     @property
     def compute_ends(self) -> list[float]:
         """When each step's last operation on the compute resource ends."""
-        ends = [0.0] * self.num_steps
+        return self.ends[Resource.COMPUTE]
+
+    @property
+    def ends(self) -> dict[Resource, list[float]]:
+        """When each step's last operation ends, on each resource; inline there is one."""
+        found = {resource: [0.0] * self.num_steps for resource in self.queues}
         for task in self.tasks:
-            if self.sharing.inline or task.operation.resource is Resource.COMPUTE:
-                ends[task.step] = max(ends[task.step], task.end)
-        return ends
+            ends = found[Resource.COMPUTE if self.sharing.inline else task.operation.resource]
+            ends[task.step] = max(ends[task.step], task.end)
+        return found
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the last step but one takes as long as the one before, and every resource repeats itself in it.
+
+        A resource that does not hold up compute may take some more steps to find its place.
+        """
+        ends = self.compute_ends
+        period, before = ends[-2] - ends[-3], ends[-3] - ends[-4]
+        nearly = PERIOD_TOLERANCE * max(period, before)
+        return abs(period - before) <= nearly and all(
+            abs(own[-2] - own[-3] - period) <= nearly for own in self.ends.values()
+        )
 
     def timeline(self, size: Callable[[Buffer], int]) -> Timeline:
         """The last step but one. Its seconds count from the end of the step before on the compute resource."""
