@@ -190,6 +190,7 @@ def base_policy(
     levels: Mapping[int, SaveLevel] | None = None,
     prefetch_depth: int = 1,
     state_slots: int = MIN_STATE_SLOTS,
+    state_pace: int = 1,
 ) -> Policy:
     """The policy of an outline with given homes; levels by layer, 'input' where none is named.
 
@@ -215,6 +216,7 @@ def base_policy(
         gradient_slabs=GRADIENT_SLABS,
         optimizer_homes=tuple(homes),
         state_slots=max(MIN_STATE_SLOTS, state_slots),
+        state_pace=state_pace,
         head_chunk_tokens=min(HEAD_CHUNK_TOKENS, tokens),
         clipping=workload.clipping,
         gradient_format=workload.gradient_format,

@@ -6,6 +6,7 @@ whose state streams, which has the link to itself until then. Layers with stream
 evenly among the host-updated ones, at their top or at their bottom: which is best, the replay tells.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Literal, TypeVar
@@ -54,7 +55,16 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, streams: Streams =
         levels=_levels(c, decisions),
         prefetch_depth=max(1, decisions.slots - 1),
         state_slots=decisions.state_slots,
+        state_pace=_state_pace(c) if by_link else 1,
     )
+
+
+def _state_pace(c: Coefficients) -> int:
+    """How many layers the first group's forward passes while a state comes and another one leaves."""
+    forward = c.outline.groups[0] * min(costs.forward_seconds for costs in c.level_costs.values())
+    load = max(c.block_costs[layers[0]].load_state.seconds for layers in c.trained_kinds.values())
+    # A pace beyond the model's depth is as good as none: every update stands where it is needed.
+    return min(max(1, math.ceil(load / c.sharing.duplex / forward)), c.model.num_layers) if forward else 1
 
 
 def _levels(c: Coefficients, decisions: Decisions) -> dict[int, SaveLevel]:

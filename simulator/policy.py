@@ -96,6 +96,8 @@ class Policy(Schema):
     state_slots: int = pydantic.Field(
         default=MIN_STATE_SLOTS, ge=MIN_STATE_SLOTS, exclude_if=lambda n: n == MIN_STATE_SLOTS
     )
+    # Layers that the first group's forward passes while a state comes: what updates of streamed states are apart.
+    state_pace: int = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
     head_chunk_tokens: int = pydantic.Field(default=HEAD_CHUNK_TOKENS, gt=0)
     mlp_chunk_tokens: int = pydantic.Field(default=0, ge=0)  # 0: the MLP is not chunked
     clipping: Clipping = "global"
@@ -128,6 +130,7 @@ def uniform_policy(
     checkpoint_interval: int = 1,
     gradient_slabs: int = 2,
     state_slots: int = MIN_STATE_SLOTS,
+    state_pace: int = 1,
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Policy:
     """A policy that treats all layers alike; the embedding and the head keep their weights resident.
@@ -152,6 +155,7 @@ def uniform_policy(
         gradient_slabs=gradient_slabs,
         optimizer_homes=tuple(optimizers[block] if block in trained else weight_homes[block] for block in everywhere),
         state_slots=state_slots,
+        state_pace=state_pace,
         head_chunk_tokens=head_chunk_tokens,
         clipping=workload.clipping,
         gradient_format=workload.gradient_format,

@@ -183,6 +183,18 @@ class _Run:
             abs(own[-2] - own[-3] - period) <= nearly for own in self.ends.values()
         )
 
+    @property
+    def slowest_period(self) -> float:
+        """Seconds a step of the slowest resource, over the second half of the steps where they do not repeat.
+
+        A resource that falls behind compute by a little in every step holds it up in the end, in more steps than are
+        replayed.
+        """
+        if self.repeats:
+            return 0.0
+        half = self.num_steps // 2
+        return max((own[-2] - own[-2 - half]) / half for own in self.ends.values())
+
     def timeline(self, size: Callable[[Buffer], int]) -> Timeline:
         """The last step but one. Its seconds count from the end of the step before on the compute resource."""
         reported = self.num_steps - 2
@@ -203,7 +215,7 @@ class _Run:
             before = [point.num_bytes for point in points if point.seconds <= begin]
             inside = [MemoryPoint(p.seconds - begin, p.num_bytes) for p in points if begin < p.seconds <= end]
             memory[tier] = (MemoryPoint(0.0, before[-1] if before else base), *inside)
-        return Timeline(end - begin, spans, memory, peaks)
+        return Timeline(max(end - begin, self.slowest_period), spans, memory, peaks)
 
     def _changes(self, tier: str, size: Callable[[Buffer], int]) -> list[tuple[float, int]]:
         changes: list[tuple[float, int]] = []

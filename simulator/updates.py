@@ -5,8 +5,8 @@ host memory into a slot, is updated there, and goes back. Weights that stream to
 before the clip factor is known, so the first `state_slots` updates have theirs when they begin:
 
 - clipping global: these states come in the last group's backward. The next step begins with their updates, low blocks
-  first. Each further update stands before its block's first forward, or before the load of its weights, and its state
-  comes as soon as an earlier one has left its slot.
+  first. The others follow inside the first group's forward, one every `state_pace` layers, so that compute finds their
+  states there and slots are not held for longer; at the latest before the block's forward, or the load of its weights.
 - layerwise or no clipping: updates follow their gradients from the top down inside the last group's backward, and the
   first states come in that group's forward.
 """
@@ -70,19 +70,24 @@ def state_turns(
     if not delayed:
         return StateTurns(tuple(blocks), num_slots, ahead)
 
-    # No turn before an earlier one: slots are given on in order.
-    turn_at, earliest = {}, max(needed_at.values())
-    for block in reversed(blocks):
-        turn_at[block] = earliest = min(earliest, needed_at[block])
+    # The state at place i comes in the (i - num_slots + 2)-th stretch of the forward, when the one that it follows has
+    # left in the stretch before. No turn before an earlier one: slots are given on in order.
+    update_at, latest = {}, max(needed_at.values())
+    for place in reversed(range(num_slots, len(blocks))):
+        ready = (place - num_slots + 2) * policy.state_pace
+        update_at[blocks[place]] = latest = min(latest, ready, needed_at[blocks[place]])
     updates: dict[int, list[int]] = {}
     loads: dict[int, list[int]] = {}
     at_once = set()
-    for before, block in zip(blocks, blocks[num_slots:], strict=False):
-        updates.setdefault(turn_at[block], []).append(block)
-        if turn_at[before] == turn_at[block]:
+    for place in range(num_slots, len(blocks)):
+        before, block = blocks[place - num_slots], blocks[place]
+        comes = (place - num_slots + 1) * policy.state_pace
+        load_at = max(min(comes, update_at[block] - 1), update_at.get(before, 0))
+        updates.setdefault(update_at[block], []).append(block)
+        if load_at >= update_at[block]:
             at_once.add(block)
         else:
-            loads.setdefault(turn_at[before], []).append(block)
+            loads.setdefault(load_at, []).append(block)
     return StateTurns(tuple(blocks), num_slots, ahead, updates, loads, frozenset(at_once))
 
 

@@ -98,6 +98,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
         gradient_slabs=slabs,
         optimizer_homes=tuple(optimizers),
         state_slots=draw.choice((2, 2, 3, 5)),
+        state_pace=draw.choice((1, 1, 2, 5)),
         head_chunk_tokens=chunk,
         clipping=clipping,
         gradient_format=gradient_format,
