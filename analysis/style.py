@@ -93,6 +93,9 @@ KINDS: dict[str, Look] = {
     "update": BREAKDOWN["update"],
     "load_weights": Look(GREEN),
     "store_gradient": Look(PURPLE, "////"),
+    "load_state": Look(GREEN, "\\\\\\\\"),
+    "store_state": Look(PURPLE, "\\\\\\\\"),
+    "store_weights": Look(PURPLE),
     "load_batch": Look("#B0B0B0", "xxxx"),
 }
 _SPARE = tuple(Look(colour, hatch) for hatch in ("xxxx", "----", "++++") for colour in (GREEN, PURPLE, GREY, ORANGE))

@@ -73,17 +73,16 @@ def state_sink(states: Sequence[BlockState]) -> Sink:
             weights.copy_(values)
             return
         low = state.low[begin : begin + values.numel()]
-        if values.device.type == "cuda" and weights.device.type == "cpu":
-            # Split where the values are: the host would take a hundred times as long.
-            high, remainder = (
-                torch.empty_like(values, dtype=torch.bfloat16),
-                torch.empty_like(values, dtype=torch.int16),
-            )
-            split_planes(values.float(), high, remainder)
-            weights.copy_(high)
-            low.copy_(remainder)
-        else:
-            split_planes(values.to(device=weights.device, dtype=torch.float32), weights, low)
+        # Split where the values are if that is a GPU: the host would take a hundred times as long.
+        where = values.device if values.device.type == "cuda" else weights.device
+        values = values.to(device=where, dtype=torch.float32)
+        if weights.device == low.device == where:
+            split_planes(values, weights, low)
+            return
+        high, remainder = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+        split_planes(values, high, remainder)
+        weights.copy_(high)
+        low.copy_(remainder)
 
     return write
 

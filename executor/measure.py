@@ -116,6 +116,10 @@ def _policies(model: ModelSpec, workload: Workload, levels: Sequence[SaveLevel],
         )
     yield uniform_policy(
         model, workload, micro_batch_rows=rows, groups=(MICRO_BATCHES,), save_level=levels[-1],
+        optimizer="streamed", head_chunk_tokens=chunk,
+    )  # fmt: skip
+    yield uniform_policy(
+        model, workload, micro_batch_rows=rows, groups=(MICRO_BATCHES,), save_level=levels[-1],
         weights="host", optimizer="host", head_chunk_tokens=chunk,
     )  # fmt: skip
 

@@ -42,10 +42,10 @@ class Memory:
         self.gradient_format = policy.gradient_format
         self.passing: dict[str, Any] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._device_states: dict[int, dict[Plane, torch.Tensor]] = {}
+        self._device_states: dict[str, dict[Plane, torch.Tensor]] = {}  # by buffer
         self.host = HostStore(
             model,
-            [_layout(buffers, block) for block in range(model.num_blocks)],
+            [_layout(buffers, block, streamed=home == "streamed") for block, home in enumerate(policy.optimizer_homes)],
             precision=self.precision,
             gradient_format=self.gradient_format,
             pinning=cuda_pinning() if device.type == "cuda" else None,
@@ -72,15 +72,14 @@ class Memory:
     def _allocate(self, buffer: Buffer) -> None:
         if buffer.tier is Tier.HOST:
             return  # in the host store, or one of the scalars
-        if buffer.role is Role.STATE:
-            planes: dict[Plane, torch.Tensor] = {}
-            for plane in STATE_PLANES:
-                plane_type = plane_dtype(plane, self.precision, self.gradient_format)
-                if plane_type is not None:
-                    planes[plane] = torch.zeros(
-                        self.model.block(buffer.block).num_elements, dtype=plane_type, device=self.device
-                    )
-            self._device_states[buffer.block] = planes
+        if buffer.role in (Role.STATE, Role.STATE_SLOT):
+            dtypes = {plane: plane_dtype(plane, self.precision, self.gradient_format) for plane in STATE_PLANES}
+            plane_dtypes = {plane: dtype for plane, dtype in dtypes.items() if dtype is not None}
+            num_elements = buffer.num_bytes // sum(dtype.itemsize for dtype in plane_dtypes.values())
+            self._device_states[buffer.name] = {
+                plane: torch.zeros(num_elements, dtype=dtype, device=self.device)
+                for plane, dtype in plane_dtypes.items()
+            }
             return
         dtype = self._dtype(buffer)
         if dtype is None:
@@ -90,7 +89,7 @@ class Memory:
 
     def _dtype(self, buffer: Buffer) -> torch.dtype | None:
         match buffer.role:
-            case Role.WEIGHTS | Role.SLOT:
+            case Role.WEIGHTS | Role.SLOT | Role.UPDATE_SLOT:
                 return plane_dtype("weights", self.precision, self.gradient_format)
             case Role.GRADIENT | Role.SLAB:
                 return plane_dtype("gradient", self.precision, self.gradient_format)
@@ -117,13 +116,21 @@ class Memory:
             return self.host.plane(block, "gradient")
         return self._tensors[buffer][: self.model.block(block).num_elements]
 
+    def state_planes(self, buffer: str, block: int) -> dict[Plane, torch.Tensor]:
+        """The planes [num_elements] of a block's state that `buffer` holds; slots serve blocks of any size."""
+        if buffer == f"host.state.{block}":
+            return {plane: self.host.plane(block, plane) for plane in STATE_PLANES if self.host.has(block, plane)}
+        num_elements = self.model.block(block).num_elements
+        return {plane: values[:num_elements] for plane, values in self._device_states.get(buffer, {}).items()}
+
     def state(self, block: int) -> BlockState:
-        """The master state of a block where its optimizer lives: what is loaded, updated, saved and exported."""
-        if self.host.has(block, "weights"):
-            return self.host.state(block)
-        planes = self._device_states.get(block, {})
-        weights = self.plane(f"device.weights.{block}", block)
-        return BlockState(weights, planes.get("low"), planes.get("first_moment"), planes.get("second_moment"))
+        """The master state of a block at home: what is loaded, saved and exported.
+
+        Of a block whose state alone streams, weights are on the device and all else is on the host.
+        """
+        tier = "host" if self.host.has(block, "weights") else "device"
+        planes = self.state_planes(f"host.state.{block}", block) or self.state_planes(f"device.state.{block}", block)
+        return block_state(self.plane(f"{tier}.weights.{block}", block), planes)
 
     def states(self) -> list[BlockState]:
         return [self.state(block) for block in range(self.model.num_blocks)]
@@ -168,7 +175,13 @@ class Memory:
         self.host.close()
 
 
-def _layout(buffers: Mapping[str, Buffer], block: int) -> BlockLayout:
+def block_state(weights: torch.Tensor, planes: Mapping[Plane, torch.Tensor]) -> BlockState:
+    """A block's state from its weights and the planes of its optimizer; a frozen one has none."""
+    return BlockState(weights, planes.get("low"), planes.get("first_moment"), planes.get("second_moment"))
+
+
+def _layout(buffers: Mapping[str, Buffer], block: int, *, streamed: bool) -> BlockLayout:
+    """The planes that a block has on the host. `streamed`: its state goes to the device and back in every step."""
     planes: list[Plane] = []
     pinned: list[Plane] = []
     if f"host.weights.{block}" in buffers:
@@ -179,4 +192,5 @@ def _layout(buffers: Mapping[str, Buffer], block: int) -> BlockLayout:
         pinned.append("gradient")
     if f"host.state.{block}" in buffers:
         planes += STATE_PLANES
+        pinned += STATE_PLANES if streamed else ()
     return BlockLayout(tuple(planes), tuple(pinned))

@@ -13,7 +13,7 @@ from executor.adamw import Block, adamw_device, adamw_host, clip_scalars
 from executor.gradients import accumulate, finish_gradient
 from executor.head import HeadTemplate
 from executor.layer import LayerTemplates, tensor_views
-from executor.memory import Memory
+from executor.memory import Memory, block_state
 from executor.store import plane_dtype, tensor_view
 from simulator.model import ModelSpec
 from simulator.policy import Policy, SaveLevel
@@ -62,7 +62,7 @@ class Operations:
         """The table that the runner looks an operation's function up in."""
         return {
             Kind.LOAD_BATCH: self.load_batch,
-            Kind.LOAD_WEIGHTS: self.load_weights,
+            Kind.LOAD_WEIGHTS: self.copy_weights,
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
             Kind.LOSS: self.loss,
@@ -70,6 +70,9 @@ class Operations:
             Kind.BACKWARD: self.backward,
             Kind.FINISH_GRADIENT: self.finish_gradient,
             Kind.STORE_GRADIENT: self.store_gradient,
+            Kind.LOAD_STATE: self.copy_state,
+            Kind.STORE_STATE: self.copy_state,
+            Kind.STORE_WEIGHTS: self.copy_weights,
             Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
             Kind.REPORT: self.report,
@@ -80,7 +83,7 @@ class Operations:
         memory.tokens[:, m].copy_(memory.host_tokens[self.parity, :, m], non_blocking=True)
         memory.loss_scales[m].copy_(memory.host_loss_scale[self.parity], non_blocking=True)
 
-    def load_weights(self, operation: Operation) -> None:
+    def copy_weights(self, operation: Operation) -> None:
         block = operation.block
         source = self.memory.plane(operation.source("weights"), block)
         self.memory.plane(operation.target("weights"), block).copy_(source, non_blocking=True)
@@ -200,6 +203,12 @@ class Operations:
         source = self.memory.plane(operation.source("gradient"), block)
         self.memory.plane(operation.target("gradient"), block).copy_(source, non_blocking=True)
 
+    def copy_state(self, operation: Operation) -> None:
+        block = operation.block
+        source = self.memory.state_planes(operation.source("state"), block)
+        for plane, values in self.memory.state_planes(operation.target("state"), block).items():
+            values.copy_(source[plane], non_blocking=True)
+
     def clip(self, operation: Operation) -> None:
         memory, clipping = self.memory, self.policy.clipping
         suffix = "" if operation.block < 0 else f".{operation.block}"
@@ -218,7 +227,8 @@ class Operations:
     def update(self, operation: Operation) -> None:
         memory, block = self.memory, operation.block
         self.before_update(block)
-        state = memory.state(block)
+        weights = memory.plane(operation.target("weights"), block)
+        state = block_state(weights, memory.state_planes(operation.target("state"), block))
         gradient = memory.plane(operation.source("gradient"), block)
         suffix = "" if self.policy.clipping == "global" else f".{block}"
         on_host = operation.resource is Resource.HOST

@@ -5,6 +5,9 @@ decisions that reach it, with a row that asks for better than the best replay so
 decisions are laid out and replayed, and so are their neighbours while their own bound says that they could win. The
 best replay wins. The search's bound is the least bound of all outlines, so it holds for every policy of every outline.
 
+Policies whose states stream come last. Their relaxation is the least tight: of two policies that it takes for equals
+the other one mostly wins, and must have been replayed.
+
 Nothing depends on the clock unless a solve runs into its time limit, which the plan then says: replays are limited by
 the operations that they contain.
 """
@@ -24,7 +27,7 @@ from planner.memory_rows import Budget
 from planner.neighbours import neighbours
 from planner.problem import Problem
 from planner.solve import solve
-from planner.variables import Decisions
+from planner.variables import Decisions, policy_decisions
 from simulator.policy import Policy
 from simulator.predict import StepFigures
 
@@ -71,6 +74,7 @@ class Search:
     queued: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     tightened: dict[Outline, int] = field(default_factory=dict)
     spent: int = 0
+    states_stream: bool = False
 
     def run(self) -> Found | None:
         """The best replayed policy, or None where none fits."""
@@ -79,6 +83,9 @@ class Search:
         before = self.problem.num_replays
         self._open()
         self._branch()
+        if self.restrict is not Formulation.keep_on_device:  # which lets no state stream
+            self._open_streamed_states()
+            self._branch()
         if self.best is None and self.restrict is None:
             self._rescue()
         if self.best is not None:
@@ -101,8 +108,7 @@ class Search:
         for outline in self.outlines:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
         if not self.solver:
-            promising = sorted(self.outlines, key=lambda o: (promise(self._formulation(o, self.problem.budget)), o))
-            for outline in promising[:GREEDY_OUTLINES]:
+            for outline in self._promising():
                 self._push(self.bounds[outline], outline, None)
             return
         order = sorted(self.outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
@@ -119,6 +125,26 @@ class Search:
         for outline in order:
             if outline not in opened.values():
                 self._push(self.bounds[outline], outline, None)
+
+    def _open_streamed_states(self) -> None:
+        """All outlines once more, with states that may stream; and the neighbours of what was best without."""
+        self.states_stream, self.spent, self.queue = True, 0, []
+        self.queued.clear()
+        self.tightened.clear()
+        for outline in self.outlines:
+            self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
+        candidates = self._promising() if not self.solver else self.outlines
+        for outline in sorted(candidates, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o)):
+            self._push(self.bounds[outline], outline, None)
+        if self.best is not None:
+            policy = self.best[0]
+            outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+            self._queue_neighbours(outline, policy_decisions(self.problem.coefficients(outline), policy))
+
+    def _promising(self) -> list[Outline]:
+        """The outlines that a search without a solver walks through."""
+        by_promise = sorted(self.outlines, key=lambda o: (promise(self._formulation(o, self.problem.budget)), o))
+        return by_promise[:GREEDY_OUTLINES]
 
     def _branch(self) -> None:
         """Solve outlines and replay decisions until no bound is below the best replay."""
@@ -150,6 +176,8 @@ class Search:
         formulation = self.problem.formulation(outline, budget)
         if self.restrict is not None:
             self.restrict(formulation)
+        if not self.states_stream:
+            formulation.keep_states_at_home()
         return formulation
 
     def _decide(self, outline: Outline, formulation: Formulation, *, keep_bound: bool) -> Decisions | None:

@@ -15,6 +15,7 @@ from simulator.placement import micro_batch_bytes, place
 from simulator.policy import (
     EAGER_SAVE_LEVELS,
     HEAD_CHUNK_TOKENS,
+    MIN_STATE_SLOTS,
     SAVE_LEVELS,
     Home,
     OptimizerHome,
@@ -62,7 +63,10 @@ class LevelCosts(NamedTuple):
 
 
 class BlockCosts(NamedTuple):
-    """One block once a step: its gradient's rounding and way home, its update in either home, its weights' way in."""
+    """One block once a step: its gradient's rounding and way home, its update on either side, its weights' way in.
+
+    And its state's way to the device and back, where that streams.
+    """
 
     finish_seconds: float
     clip_seconds: float  # its own clip factor: 0 where one serves all
@@ -70,10 +74,12 @@ class BlockCosts(NamedTuple):
     update_host: Price
     load: Price
     store: Price
+    load_state: Price
+    store_state: Price
 
 
 class BlockBytes(NamedTuple):
-    """What a block's optimizer adds to each tier when it moves to the host, slabs and slots apart."""
+    """What a block adds to each tier when its optimizer, or its state alone, moves to the host; slabs, slots apart."""
 
     device: int
     host: int
@@ -180,16 +186,21 @@ def base_policy(
     *,
     host: frozenset[int] = frozenset(),
     streamed: frozenset[int] = frozenset(),
+    by_link: frozenset[int] = frozenset(),
     levels: Mapping[int, SaveLevel] | None = None,
     prefetch_depth: int = 1,
+    state_slots: int = MIN_STATE_SLOTS,
+    state_pace: int = 1,
 ) -> Policy:
     """The policy of an outline with given homes; levels by layer, 'input' where none is named.
 
-    Of frozen blocks only those leave the device that stream.
+    `host` are updated there, of `by_link` the state streams, of `streamed` the weights. Of frozen blocks only those
+    leave the device that stream.
     """
     trained = frozenset(model.trained_blocks)
     host = (host & trained) | (streamed - trained)
-    homes: list[OptimizerHome] = ["host" if block in host else "device" for block in range(model.num_blocks)]
+    others: list[OptimizerHome] = ["streamed" if block in by_link else "device" for block in range(model.num_blocks)]
+    homes: list[OptimizerHome] = ["host" if block in host else home for block, home in enumerate(others)]
     weights: list[Home] = ["host" if block in streamed else "device" for block in range(model.num_blocks)]
     gradients: list[Home] = ["host" if block in host else "device" for block in range(model.num_blocks)]
     tokens = outline.micro_batch_rows * workload.sequence_length
@@ -204,6 +215,8 @@ def base_policy(
         gradient_homes=tuple(gradients),
         gradient_slabs=GRADIENT_SLABS,
         optimizer_homes=tuple(homes),
+        state_slots=max(MIN_STATE_SLOTS, state_slots),
+        state_pace=state_pace,
         head_chunk_tokens=min(HEAD_CHUNK_TOKENS, tokens),
         clipping=workload.clipping,
         gradient_format=workload.gradient_format,
@@ -233,8 +246,10 @@ class MemoryTable(NamedTuple):
     device_fixed_bytes: int  # all optimizers on the device, all weights resident
     host_fixed_bytes: int
     block_bytes: tuple[BlockBytes, ...]
+    state_bytes: tuple[BlockBytes, ...]  # where state alone is on the host
     slab_bytes: int  # one slab; 0 where gradients leave from the buffers they are summed in
     slot_bytes: int  # one slot
+    state_slot_bytes: int  # one slot for a streamed state
 
 
 class CoefficientTable:
@@ -311,33 +326,43 @@ class CoefficientTable:
         model = self.model
         layers = frozenset(model.layers)
 
-        def buffers(host: frozenset[int] = frozenset(), streamed: frozenset[int] = frozenset()) -> list[Buffer]:
-            policy = base_policy(model, self.workload, outline, host=host, streamed=streamed)
+        def buffers(
+            host: frozenset[int] = frozenset(),
+            streamed: frozenset[int] = frozenset(),
+            by_link: frozenset[int] = frozenset(),
+        ) -> list[Buffer]:
+            policy = base_policy(model, self.workload, outline, host=host, streamed=streamed, by_link=by_link)
             return list(place(model, self.workload, policy).buffers.values())
 
         def in_tier(tier: Tier, placed: list[Buffer]) -> int:
-            shared = (Role.SLAB, Role.SLOT)
+            shared = (Role.SLAB, Role.SLOT, Role.STATE_SLOT)
             return sum(b.num_bytes for b in placed if b.tier == tier and b.role not in shared)
 
         none, streams = buffers(), buffers(layers, layers)
         slabs = [b.num_bytes for b in streams if b.role is Role.SLAB]
         device, host = in_tier(Tier.DEVICE, none), in_tier(Tier.HOST, none)
         weights = {b.block: b.num_bytes for b in none if b.role is Role.WEIGHTS}
-        of_kind = {}
+
+        def moved(placed: list[Buffer], block: int) -> BlockBytes:
+            return BlockBytes(in_tier(Tier.DEVICE, placed) - device, in_tier(Tier.HOST, placed) - host, weights[block])
+
+        trained = layers & set(model.trained_blocks)
+        state_slots = [b.num_bytes for b in buffers(by_link=trained) if b.role is Role.STATE_SLOT]
+        of_kind, state_of_kind = {}, {}
         for kind, block in self._first_of_kind.items():
             if not model.kinds[kind].trained:  # it leaves the device when it streams, or not at all
-                of_kind[kind] = BlockBytes(0, weights[block], weights[block])
+                of_kind[kind] = state_of_kind[kind] = BlockBytes(0, weights[block], weights[block])
                 continue
-            moved = buffers(frozenset([block]))
-            of_kind[kind] = BlockBytes(
-                in_tier(Tier.DEVICE, moved) - device, in_tier(Tier.HOST, moved) - host, weights[block]
-            )
+            of_kind[kind] = moved(buffers(host=frozenset([block])), block)
+            state_of_kind[kind] = moved(buffers(by_link=frozenset([block])), block)
         return MemoryTable(
             device_fixed_bytes=device,
             host_fixed_bytes=host,
             block_bytes=tuple(of_kind[kind] for kind in model.kind_of_block),
+            state_bytes=tuple(state_of_kind[kind] for kind in model.kind_of_block),
             slab_bytes=max(slabs, default=0),
             slot_bytes=next(b.num_bytes for b in streams if b.role is Role.SLOT),
+            state_slot_bytes=max(state_slots, default=0),
         )
 
 
@@ -367,7 +392,8 @@ def _level_costs(prices: Prices, model: ModelSpec, block: int, level: SaveLevel)
 def _block_costs(prices: Prices, model: ModelSpec, block: int, own_clip: bool) -> BlockCosts:
     load = _price(prices, Kind.LOAD_WEIGHTS, block, resource=Resource.H2D)
     if not model.block(block).trained:
-        return BlockCosts(0.0, 0.0, 0.0, Price(0.0), load, Price(0.0))
+        nothing = Price(0.0)
+        return BlockCosts(0.0, 0.0, 0.0, nothing, load, nothing, nothing, nothing)
     return BlockCosts(
         finish_seconds=_price(prices, Kind.FINISH_GRADIENT, block).seconds,
         clip_seconds=_price(prices, Kind.CLIP, block).seconds if own_clip else 0.0,
@@ -375,4 +401,6 @@ def _block_costs(prices: Prices, model: ModelSpec, block: int, own_clip: bool) -
         update_host=_price(prices, Kind.UPDATE, block, resource=Resource.HOST),
         load=load,
         store=_price(prices, Kind.STORE_GRADIENT, block, resource=Resource.D2H),
+        load_state=_price(prices, Kind.LOAD_STATE, block, resource=Resource.H2D),
+        store_state=_price(prices, Kind.STORE_STATE, block, resource=Resource.D2H),
     )

@@ -26,6 +26,8 @@ _HOLDS = {
     Role.GRADIENT: "completed gradients",
     Role.SLOT: "slots for streamed weights",
     Role.SLAB: "slabs for leaving gradients",
+    Role.STATE_SLOT: "slots for streamed states",
+    Role.UPDATE_SLOT: "slots for weights in their update",
     Role.BATCH: "batches",
     Role.SCALARS: "scalars",
 }
@@ -98,7 +100,8 @@ def _decisions(plan: Plan) -> Table:
     policy, workload = plan.policy, plan.inputs.workload
     table = Table(box=None, show_header=False, pad_edge=False)
     tokens = policy.micro_batch_rows * workload.sequence_length
-    on = {"device": "on the GPU" if plan.hardware.device.kind == "cuda" else "on the device", "host": "on the host"}
+    device = "on the GPU" if plan.hardware.device.kind == "cuda" else "on the device"
+    on = {"device": device, "host": "on the host", "streamed": f"{device} with streamed state"}
     rows = [
         ("micro-batches", f"{policy.num_micro_batches} of {policy.micro_batch_rows} rows, {tokens:,} tokens"),
         ("groups", _runs([f"{size}" for size in policy.groups], "of {} micro-batches")),
@@ -108,6 +111,8 @@ def _decisions(plan: Plan) -> Table:
     ]
     if "host" in policy.weight_homes:
         rows.append(("prefetch", f"{policy.prefetch_depth} layers ahead"))
+    if "streamed" in policy.optimizer_homes:
+        rows.append(("state slots", f"{policy.state_slots} layers' state on the device at a time"))
     if policy.checkpoint_interval > 1:
         rows.append(("layer inputs", f"every {policy.checkpoint_interval}th is kept"))
     for row in rows:

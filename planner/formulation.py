@@ -11,7 +11,7 @@ from planner.coefficients import Coefficients
 from planner.memory_rows import MEMORY_LIMITS, Budget, add_memory
 from planner.mip import MixedIntegerProgram, total
 from planner.time_rows import add_time
-from planner.variables import MAX_SLOTS, Decisions, add_variables, policy_decisions
+from planner.variables import MAX_SLOTS, MAX_STATE_SLOTS, Decisions, add_variables, policy_decisions
 from simulator.policy import Policy
 
 
@@ -28,10 +28,13 @@ class Formulation:
         # A tie is broken for the device: fewer host updates, less streamed, fewer slots.
         model = coefficients.model
         weight = 1e-6 * coefficients.quick_bound_seconds() / (3 * model.num_blocks)
-        preferred = total([variables.num_host, variables.embedding, variables.head, variables.num_streamed])
-        self.mip.objective = total([self.step, weight * preferred, 0.1 * weight * variables.slots])
+        moved = [variables.num_host, variables.num_link, variables.num_streamed]
+        preferred = total([*moved, variables.embedding, variables.head])
+        slots = variables.slots + variables.state_slots
+        self.mip.objective = total([self.step, weight * preferred, 0.1 * weight * slots])
         # The most that the objective lies above the step.
-        self.tie_break_seconds = weight * (model.num_blocks + model.num_layers + 0.1 * MAX_SLOTS)
+        most_slots = MAX_SLOTS + MAX_STATE_SLOTS
+        self.tie_break_seconds = weight * (model.num_blocks + model.num_layers + 0.1 * most_slots)
 
     def evaluate(self, decisions: Decisions) -> dict[str, float]:
         """All variables at their least for given decisions."""
@@ -40,7 +43,13 @@ class Formulation:
     def keep_on_device(self) -> None:
         """Allow no host optimizer and no streaming."""
         v = self.variables
-        self.mip.at_most("everything on the device", v.num_host + v.embedding + v.head + v.num_streamed, 0.0)
+        moved = v.num_host + v.num_link + v.embedding + v.head + v.num_streamed
+        self.mip.at_most("everything on the device", moved, 0.0)
+        self.limits.append(self.mip.rows[-1])
+
+    def keep_states_at_home(self) -> None:
+        """Allow no state to stream."""
+        self.mip.at_most("no state streams", self.variables.num_link, 0.0)
         self.limits.append(self.mip.rows[-1])
 
     def fits(self, values: Mapping[str, float]) -> bool:

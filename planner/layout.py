@@ -1,10 +1,12 @@
 """Layouts: which layers take what, once the program has decided how many.
 
 Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive.
-Host optimizers lie at the top, where an update has most time before its layer's next forward. Streamed layers lie
+Host optimizers lie at the top, where an update has most time before its layer's next forward; below them the layers
+whose state streams, which has the link to itself until then. Layers with streamed weights lie
 evenly among the host-updated ones, at their top or at their bottom: which is best, the replay tells.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Literal, TypeVar
@@ -36,9 +38,12 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, streams: Streams =
     host = {0} if decisions.host_embedding else set()
     host |= {c.model.head} if decisions.host_head else set()
     streamed: set[int] = set()
+    by_link: set[int] = set()
     for kind, layers in c.kinds.items():
-        on_host = layers[len(layers) - decisions.host_layers.get(kind, 0) :]
+        below_host = len(layers) - decisions.host_layers.get(kind, 0)
+        on_host = layers[below_host:]
         host |= set(on_host)
+        by_link |= set(layers[below_host - decisions.link_layers.get(kind, 0) : below_host])
         streamed |= set(_CHOICES[streams](on_host, decisions.streamed.get(kind, 0)))
     return base_policy(
         c.model,
@@ -46,9 +51,20 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, streams: Streams =
         c.outline,
         host=frozenset(host),
         streamed=frozenset(streamed),
+        by_link=frozenset(by_link),
         levels=_levels(c, decisions),
         prefetch_depth=max(1, decisions.slots - 1),
+        state_slots=decisions.state_slots,
+        state_pace=_state_pace(c) if by_link else 1,
     )
+
+
+def _state_pace(c: Coefficients) -> int:
+    """How many layers the first group's forward passes while a state comes and another one leaves."""
+    forward = c.outline.groups[0] * min(costs.forward_seconds for costs in c.level_costs.values())
+    load = max(c.block_costs[layers[0]].load_state.seconds for layers in c.trained_kinds.values())
+    # A pace beyond the model's depth is as good as none: every update stands where it is needed.
+    return min(max(1, math.ceil(load / c.sharing.duplex / forward)), c.model.num_layers) if forward else 1
 
 
 def _levels(c: Coefficients, decisions: Decisions) -> dict[int, SaveLevel]:

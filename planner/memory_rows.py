@@ -48,8 +48,12 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
         share = shares[layers[0]]
         device_share += [(share.device, variables.host_layers[kind]), (-share.weights, variables.streamed[kind])]
         host_share.append((share.host, variables.host_layers[kind]))
+        state = memory.state_bytes[layers[0]]
+        device_share.append((state.device, variables.link_layers[kind]))
+        host_share.append((state.host, variables.link_layers[kind]))
     persistent = total(num_bytes / GB * count for num_bytes, count in device_share) + memory.device_fixed_bytes / GB
     persistent += memory.slab_bytes / GB * variables.slabs + memory.slot_bytes / GB * variables.slots
+    persistent += memory.state_slot_bytes / GB * variables.state_slots
     passing = mip.quantity("passing_gb")
     if c.outline.checkpoint_interval == 1:
         _add_passing(mip, c, variables, passing)

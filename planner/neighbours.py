@@ -7,7 +7,7 @@ from itertools import permutations
 from typing import TypeVar
 
 from planner.coefficients import Coefficients
-from planner.variables import MAX_SLOTS, Decisions, admissible
+from planner.variables import MAX_SLOTS, MAX_STATE_SLOTS, Decisions, admissible
 
 Key = TypeVar("Key")
 
@@ -24,8 +24,10 @@ def _moves(c: Coefficients, decisions: Decisions, strides: tuple[int, ...]) -> I
     for stride in strides:
         yield from _level_moves(c, decisions, stride)
         yield from _home_moves(c, decisions, stride)
+        yield from _link_moves(c, decisions, stride)
     yield from _kind_moves(c, decisions)
     yield from _edge_moves(c, decisions)
+    yield from _state_slot_moves(c, decisions)
     if decisions.slots:
         for slots in (decisions.slots - 1, decisions.slots + 1):
             if min(2, c.model.num_layers) <= slots <= min(MAX_SLOTS, c.model.num_layers):
@@ -55,7 +57,7 @@ def _home_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator[
             (host, streamed + stride),
             (host, streamed - stride),
         ):
-            new_host = max(0, min(new_host, len(layers)))
+            new_host = max(0, min(new_host, len(layers) - decisions.link_layers.get(kind, 0)))
             new_streamed = max(0, min(new_streamed, new_host))
             if (new_host, new_streamed) == (host, streamed):
                 continue
@@ -65,11 +67,40 @@ def _home_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator[
             yield replace(decisions, host_layers=host_layers, streamed=all_streamed, slots=slots)
 
 
+def _link_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator[Decisions]:
+    """States begin or cease to stream, instead of living on the device or being updated on the host."""
+    for kind, layers in c.kinds.items():
+        host, link = decisions.host_layers.get(kind, 0), decisions.link_layers.get(kind, 0)
+        resident = host - decisions.streamed.get(kind, 0)
+        for new_link, new_host in (
+            (min(link + stride, len(layers) - host), host),
+            (max(link - stride, 0), host),
+            (link + min(stride, resident), host - min(stride, resident)),
+            (link - min(stride, link), host + min(stride, link)),
+        ):
+            if new_link == link:
+                continue
+            links = {**decisions.link_layers, kind: new_link}
+            yield replace(
+                decisions,
+                link_layers=links,
+                host_layers={**decisions.host_layers, kind: new_host},
+                state_slots=max(decisions.state_slots, min(2, sum(links.values()))) if any(links.values()) else 0,
+            )
+
+
+def _state_slot_moves(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
+    for slots in (decisions.state_slots - 1, decisions.state_slots + 1) if decisions.state_slots else ():
+        if min(2, c.model.num_layers) <= slots <= min(MAX_STATE_SLOTS, c.model.num_layers):
+            yield replace(decisions, state_slots=slots)
+
+
 def _kind_moves(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
     """A host optimizer, streamed or not, goes from one kind of layer to another."""
     for source, target in permutations(c.kinds, 2):
         host, streamed = decisions.host_layers, decisions.streamed
-        if not host.get(source, 0) or host.get(target, 0) == len(c.kinds[target]):
+        taken = host.get(target, 0) + decisions.link_layers.get(target, 0)
+        if not host.get(source, 0) or taken == len(c.kinds[target]):
             continue
         moved = replace(decisions, host_layers=_moved(_moved(host, source, -1), target, 1))
         if streamed.get(source, 0) < host[source]:

@@ -8,6 +8,8 @@ takes at least as long as any one resource needs for what must happen within it:
   turn, the first after a layer of the piece has freed its slot, the last before the piece's last layer.
 - Exact clipping: a host update waits for the norm, which ends a step, and comes before its block's next forward, in the
   first group. Updates run low blocks first, then loads, then the forward: a flow shop with a row for every block.
+- States that stream: when updates begin, the slots hold that many. All others come in the piece of the updates, each
+  after another one has been updated and has left.
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
 - Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
 - Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
@@ -26,6 +28,7 @@ from typing import Literal
 from planner.coefficients import GRADIENT_SLABS, BlockCosts, Coefficients
 from planner.contention import update_loss
 from planner.mip import Linear, MixedIntegerProgram, total
+from planner.state_rows import add_later_states, both_directions
 from planner.variables import Variables
 from simulator.replay import Price
 
@@ -72,6 +75,11 @@ class _TimeRows:
         layers = [cost(costs[self.c.kinds[kind][0]]) * count for kind, count in variables.host_layers.items()]
         return total([*layers, cost(costs[0]) * variables.embedding, cost(costs[-1]) * variables.head])
 
+    def link_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
+        """A cost summed over all layers whose state streams."""
+        costs, counts = self.c.block_costs, self.variables.link_layers
+        return total(cost(costs[self.c.kinds[kind][0]]) * count for kind, count in counts.items())
+
     @property
     def device_updates(self) -> Linear:
         everything = sum(costs.update_device_seconds for costs in self.c.block_costs)
@@ -109,14 +117,18 @@ class _TimeRows:
 
     @property
     def h2d(self) -> Linear:
-        """Every host-updated block's weights come in the first group's forward, some again in each later piece."""
+        """Every host-updated block's weights come in the first group's forward, some again in each later piece.
+
+        And every streamed state once.
+        """
         batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
         first = self.host_sum(lambda costs: costs.load.seconds)
-        return first + self.least(lambda costs: costs.load.seconds) * self.again + batches
+        states = self.link_sum(lambda costs: costs.load_state.seconds)
+        return first + states + self.least(lambda costs: costs.load.seconds) * self.again + batches
 
     @property
     def d2h(self) -> Linear:
-        return self.host_sum(lambda costs: costs.store.seconds)
+        return self.host_sum(lambda costs: costs.store.seconds) + self.link_sum(lambda costs: costs.store_state.seconds)
 
     @property
     def host_updates(self) -> Linear:
@@ -130,7 +142,7 @@ class _TimeRows:
     @property
     def both(self) -> float:
         """What a second of one link direction takes from the other beside it."""
-        return min(1.0, (1 - self.c.sharing.duplex) / self.c.sharing.duplex)
+        return both_directions(self.c.sharing)
 
     def update_loss(self, copy: Callable[[BlockCosts], Price], *, both_ways: bool = True) -> float:
         """What a second of loads or of stores takes from host updates beside it."""
@@ -162,6 +174,9 @@ class _TimeRows:
             lambda costs: (
                 (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.dram_rate
             )
+        )
+        moved += self.link_sum(
+            lambda costs: (costs.load_state.dram_bytes + costs.store_state.dram_bytes) / self.dram_rate
         )
         again = self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.again
         mip.at_least("host DRAM", step, moved + again)
@@ -226,12 +241,20 @@ class _TimeRows:
         return [getattr(costs, f"{name}_seconds") for costs in self.c.level_costs.values()]
 
     def _first_forward(self) -> Linear:
-        c = self.c
-        first, group = self.mip.quantity("first_forward_seconds"), c.outline.groups[0]
+        mip, c = self.mip, self.c
+        first, group = mip.quantity("first_forward_seconds"), c.outline.groups[0]
         work, edge = self.forwards(group), group * c.embed.seconds
         if c.delayed:
             work, edge = work + self.device_updates, edge + c.report_seconds
         self._add_piece(first, "first forward", edge, work, group, "forward")
+        if c.delayed:
+            # The weights of host-updated layers come in this piece too, each after its update.
+            weights = self._layers_sum(lambda costs: costs.load.seconds)
+            moved = self.host_sum(lambda costs: costs.update_host.dram_bytes + costs.load.dram_bytes)
+            after = group * min(self._seconds("forward"))
+            add_later_states(
+                mip, c, self.variables, first, "first forward", after=after, weights=weights, moved_bytes=moved
+            )
         return first
 
     def _last_backward(self) -> Linear:
@@ -243,6 +266,9 @@ class _TimeRows:
             embedding = c.block_costs[0].update_device_seconds * (1.0 - self.variables.embedding)
             work += self.device_updates - embedding
         self._add_piece(last, "last backward", group * c.loss.seconds, work, group, "backward")
+        if not c.delayed:
+            completes = group * (c.loss.seconds + min(self._seconds("backward")))
+            add_later_states(mip, c, self.variables, last, "last backward", before=completes)
         if c.memory.slab_bytes:
             stores = [c.block_costs[layers[0]].store.seconds for layers in c.kinds.values()]
             left = self._layers_sum(lambda costs: costs.store.seconds) - GRADIENT_SLABS * max(stores)

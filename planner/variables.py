@@ -1,7 +1,7 @@
 """The decisions of one outline, as counts of layers where layers are alike, and as variables of its program."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from planner.coefficients import GRADIENT_SLABS, Coefficients
 from planner.mip import Linear, MixedIntegerProgram, total
@@ -9,11 +9,15 @@ from simulator.placement import place
 from simulator.policy import Policy, SaveLevel
 
 MAX_SLOTS = 6
+MAX_STATE_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """How many layers of a kind take each level, update on the host and stream; the edges one by one."""
+    """How many layers of a kind take each level, update on the host and stream; the edges one by one.
+
+    `link_layers` are updated on the GPU with state that streams through `state_slots`; their weights are resident.
+    """
 
     levels: Mapping[tuple[int, SaveLevel], int]  # by (layer kind, level)
     host_layers: Mapping[int, int]  # by layer kind
@@ -21,12 +25,14 @@ class Decisions:
     host_head: bool
     streamed: Mapping[int, int]  # by layer kind
     slots: int  # 0: nothing streams
+    link_layers: Mapping[int, int] = field(default_factory=dict)  # by layer kind
+    state_slots: int = 0  # 0: no state streams
 
     def key(self) -> tuple[object, ...]:
         """Equal for equal decisions, whether zeros are spelt out or not."""
-        counts = (self.levels, self.host_layers, self.streamed)
+        counts = (self.levels, self.host_layers, self.streamed, self.link_layers)
         spelt = (tuple(sorted((key, n) for key, n in numbers.items() if n)) for numbers in counts)
-        return (*spelt, self.host_embedding, self.host_head, self.slots)
+        return (*spelt, self.host_embedding, self.host_head, self.slots, self.state_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,11 @@ class Variables:
     reloads: Linear  # streamed layers beyond the slots
     any_reloads: Linear
     returns: Linear  # of these, the ones that a backward passes through
+    link_layers: dict[int, Linear]
+    num_link: Linear
+    state_slots: Linear
+    later_states: Linear  # those that no slot holds when updates begin
+    any_later_state: Linear
 
     def chosen(self, decisions: Decisions) -> dict[str, float]:
         """The decision variables' values."""
@@ -54,10 +65,12 @@ class Variables:
             self.embedding.name: int(decisions.host_embedding),
             self.head.name: int(decisions.host_head),
             self.slots.name: decisions.slots,
+            self.state_slots.name: decisions.state_slots,
         }
         values |= {variable.name: decisions.levels.get(key, 0) for key, variable in self.levels.items()}
         values |= {variable.name: decisions.host_layers.get(kind, 0) for kind, variable in self.host_layers.items()}
         values |= {variable.name: decisions.streamed.get(kind, 0) for kind, variable in self.streamed.items()}
+        values |= {variable.name: decisions.link_layers.get(kind, 0) for kind, variable in self.link_layers.items()}
         return values
 
     def decisions(self, values: Mapping[str, float]) -> Decisions:
@@ -67,6 +80,7 @@ class Variables:
             return round(values[variable.name])
 
         streamed = {kind: count(variable) for kind, variable in self.streamed.items()}
+        link_layers = {kind: count(variable) for kind, variable in self.link_layers.items()}
         return Decisions(
             levels={key: count(variable) for key, variable in self.levels.items()},
             host_layers={kind: count(variable) for kind, variable in self.host_layers.items()},
@@ -74,6 +88,8 @@ class Variables:
             host_head=bool(count(self.head)),
             streamed=streamed,
             slots=count(self.slots) if any(streamed.values()) else 0,
+            link_layers=link_layers,
+            state_slots=count(self.state_slots) if any(link_layers.values()) else 0,
         )
 
 
@@ -83,6 +99,7 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
     levels: dict[tuple[int, SaveLevel], int] = {}
     host_layers: dict[int, int] = {}
     streamed: dict[int, int] = {}
+    link_layers: dict[int, int] = {}
     for layer in model.layers:
         kind = model.kind_of_block[layer]
         level = policy.save_levels[layer - 1] if kind in coefficients.backward_kinds else "input"
@@ -90,13 +107,17 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
         levels[key] = levels.get(key, 0) + 1
         host_layers[kind] = host_layers.get(kind, 0) + (policy.optimizer_homes[layer] == "host")
         streamed[kind] = streamed.get(kind, 0) + (policy.weight_homes[layer] == "host")
+        link_layers[kind] = link_layers.get(kind, 0) + (policy.optimizer_homes[layer] == "streamed")
+    placement = place(model, coefficients.workload, policy)
     return Decisions(
         levels=levels,
         host_layers=host_layers,
         host_embedding=policy.optimizer_homes[0] == "host",
         host_head=policy.optimizer_homes[model.head] == "host",
         streamed=streamed,
-        slots=len(place(model, coefficients.workload, policy).slots),
+        slots=len(placement.slots),
+        link_layers=link_layers,
+        state_slots=len(set(placement.state_slots.values())),
     )
 
 
@@ -113,6 +134,7 @@ def admissible(c: Coefficients, decisions: Decisions) -> Decisions:
         host_layers={kind: count.get(kind, 0) for kind, count in counts.items()},
         host_embedding=decisions.host_embedding and c.edges_trained[0],
         host_head=decisions.host_head and c.edges_trained[1],
+        link_layers={kind: count for kind, count in decisions.link_layers.items() if kind in c.trained_kinds},
     )
 
 
@@ -171,6 +193,19 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         mip.at_least(
             "layers that the turn to the backward loads", returns, total(streamed[k] for k in c.backward_kinds) - slots
         )
+    link_layers = {kind: mip.decide(f"link_layers_{kind}", 0, len(layers)) for kind, layers in kinds.items()}
+    for kind, layers in kinds.items():
+        others = len(layers) - host_layers[kind] if kind in c.trained_kinds else 0.0
+        mip.at_most(f"layers of kind {kind} have one optimizer at most", link_layers[kind], others)
+    num_link = total(link_layers.values())
+    any_link, more_link = mip.indicator("any_link_layer"), mip.indicator("two_link_layers")
+    mip.at_least("a layer's state streams", any_link, num_link * share)
+    mip.at_least("two layers' states stream", more_link, (num_link - 1) * share)
+    state_slots = mip.decide("state_slots", 0, min(MAX_STATE_SLOTS, model.num_layers))
+    mip.at_most("streaming states takes two slots", any_link + more_link, state_slots)
+    later_states, any_later = mip.quantity("later_states"), mip.indicator("any_later_state")
+    mip.at_least("states that come after others", later_states, num_link - state_slots)
+    mip.at_least("a state comes after others", any_later, later_states * share)
     return Variables(
         levels,
         host_layers,
@@ -186,4 +221,9 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         reloads,
         any_reloads,
         returns,
+        link_layers,
+        num_link,
+        state_slots,
+        later_states,
+        any_later,
     )

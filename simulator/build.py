@@ -3,7 +3,8 @@
 The order of one step, and why:
 
 1. Updates that wait for the clip factor of the step before (clipping: global), low blocks first: the forward needs
-   them in that order. With layerwise or no clipping an update follows its gradient at once, inside the backward.
+   them in that order. With layerwise or no clipping an update follows its gradient at once, inside the backward. What
+   updates take and where their state comes from is in simulator/updates.py.
 2. For each group of micro-batches: forward block by block, every micro-batch of the group in a block before the next
    block (weights arrive once a group), loss, backward in reverse. Micro-batches always ascend, so that sums of
    gradients do not depend on the grouping.
@@ -28,6 +29,19 @@ from simulator.model import ModelSpec
 from simulator.placement import Placement, micro_batch_bytes, place
 from simulator.policy import Policy, Workload, check_policy
 from simulator.program import Access, Buffer, Kind, Operation, Program, Resource, Role, StepProgram, Tier
+from simulator.updates import (
+    StateTurns,
+    clip,
+    completed,
+    gradient_sums,
+    load_resident,
+    load_weights,
+    pending_updates,
+    returns,
+    state_turns,
+    states_before,
+    updates_before,
+)
 
 Phase = Literal["forward", "recompute", "backward"]
 
@@ -46,12 +60,13 @@ def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
     check_policy(policy, model, workload)
     placement = place(model, workload, policy)
     buffers = {**placement.buffers, **_passing_buffers(model, workload, policy)}
-    delayed = policy.clipping == "global"
     orders = {
         "first": list(_step(model, policy, placement, pending=False)),
-        "steady": list(_step(model, policy, placement, pending=delayed)),
-        "drain": list(_drain(model, policy, placement)) if delayed else [],
+        "steady": list(_step(model, policy, placement, pending=policy.clipping == "global")),
     }
+    # What is pending: updates, and what they changed on its way to where evaluating, saving and a `first` step read it.
+    begun = {operation.name for operation in orders["first"]}
+    orders["drain"] = [operation for operation in orders["steady"] if operation.name not in begun]
     if workload.packed:
         orders = {
             variant: [_knowing_documents(operation, model, placement.lowest) for operation in order]
@@ -173,7 +188,7 @@ def _loads_before(
 ) -> Iterator[Operation]:
     for ready in loads_at.get(index, []):
         visit = sequence[ready]
-        yield _load_weights(f"device.slot.{slots[ready]}", visit.block, f"{visit.phase}.{visit.group}")
+        yield load_weights(f"device.slot.{slots[ready]}", visit.block, f"{visit.phase}.{visit.group}")
 
 
 def _next_use(block: int | None, uses: dict[int, list[int]]) -> float:
@@ -181,12 +196,13 @@ def _next_use(block: int | None, uses: dict[int, list[int]]) -> float:
 
 
 def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bool) -> Iterator[Operation]:
-    if pending:
-        yield from _updates(model, policy, placement)
     sequence = visits(model, policy)
     slots, loads_at = _loads(sequence, policy, len(placement.slots))
+    turns = _state_turns(model, policy, sequence, loads_at)
+    if pending:
+        yield from pending_updates(model, policy, placement, turns)
     # Resident weights that the host has updated come back in the first group's forward, in order of need.
-    returning = [block for block in range(model.num_blocks) if pending and _returns(policy, block)]
+    returning = [block for block in range(model.num_blocks) if pending and returns(policy, block)]
     micro_batches = _micro_batches(policy.groups)
 
     for index, visit in enumerate(sequence):
@@ -195,35 +211,52 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
         if opens_group:
             yield from (_load_batch(m, visit.group) for m in group)
         while returning and returning[0] <= visit.block + policy.prefetch_depth:
-            yield _load_resident(returning.pop(0))
+            yield load_resident(returning.pop(0))
         if opens_group:
             yield from (_embed(m, visit.group) for m in group)
+        if pending:
+            yield from updates_before(index, policy, placement, turns)
         yield from _loads_before(index, sequence, slots, loads_at)
+        yield from states_before(index, placement, turns, pending=pending)
         weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
         for m in group:
             yield _layer_operation(visit, m, weights, policy, placement)
 
         last_group = visit.group == len(policy.groups) - 1
         if visit.phase == "forward" and visit.block == model.num_layers:
-            yield from (_load_resident(block) for block in returning)
+            yield from (load_resident(block) for block in returning)
             returning = []
             yield from (_loss(model, m, visit.group, placement) for m in group)
             if last_group:
-                yield from _completed(policy, placement, model.head)
+                yield from completed(policy, placement, turns, model.head)
         if visit.phase == "backward":
             if last_group:
-                yield from _completed(policy, placement, visit.block)
+                yield from completed(policy, placement, turns, visit.block)
             if visit.block == 1 and placement.accumulators[0]:
                 yield from (_embed_backward(m, visit.group, placement) for m in group)
                 if last_group:
-                    yield from _completed(policy, placement, 0)
+                    yield from completed(policy, placement, turns, 0)
     norms = tuple(_same(f"device.norm.{block}") for block in model.trained_blocks)
     if policy.clipping == "global":
-        yield _clip("clip", -1, norms, "")
+        yield clip("clip", -1, norms, "")
     # What the step's log line needs, for the host.
     yield Operation(
         "report", Kind.REPORT, Resource.COMPUTE, reads=(_same("device.loss"), *norms), writes=(_same("host.report"),)
     )
+
+
+def _state_turns(
+    model: ModelSpec, policy: Policy, sequence: Sequence[Visit], loads_at: Mapping[int, list[int]]
+) -> StateTurns:
+    """Where in a step streamed states come and go, from where updated weights are needed first."""
+    last = len(policy.groups) - 1
+    loaded_at = {ready: at for at, loads in loads_at.items() for ready in loads}
+    needed_at: dict[int, int] = {}
+    for index, visit in enumerate(sequence):
+        needed_at.setdefault(visit.block, loaded_at.get(index, index))
+    forward = [index for index, visit in enumerate(sequence) if visit.group == last and visit.phase == "forward"]
+    backward = [index for index, visit in enumerate(sequence) if visit.group == last and visit.phase != "forward"]
+    return state_turns(model, policy, needed_at=needed_at, forward=forward, backward=backward)
 
 
 def _knowing_documents(operation: Operation, model: ModelSpec, lowest: int) -> Operation:
@@ -248,18 +281,6 @@ def _micro_batches(groups: tuple[int, ...]) -> list[range]:
 
 def _load_batch(m: int, group: int) -> Operation:
     return Operation(f"load_batch.{m}", Kind.LOAD_BATCH, Resource.H2D, -1, m, group, writes=(_same(f"batch.{m}"),))
-
-
-def _load_weights(target: str, block: int, passage: str) -> Operation:
-    content = f"weights.{block}"
-    return Operation(
-        f"load_weights.{block}.{passage}", Kind.LOAD_WEIGHTS, Resource.H2D, block,
-        reads=(Access(f"host.weights.{block}", content),), writes=(Access(target, content),),
-    )  # fmt: skip
-
-
-def _load_resident(block: int) -> Operation:
-    return _load_weights(f"device.weights.{block}", block, "updated")
 
 
 def _embed(m: int, group: int) -> Operation:
@@ -289,7 +310,7 @@ def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placeme
         )  # fmt: skip
     upstream = _same(f"grad_hidden.{block + 1}.{m}")
     downstream = () if block == placement.lowest else (_same(f"grad_hidden.{block}.{m}"),)
-    totals = _gradient_sums(placement, block)
+    totals = gradient_sums(placement, block)
     return Operation(
         name, Kind.BACKWARD, Resource.COMPUTE, block, m, visit.group, level, first=m == 0,
         reads=(parameters, hidden, *saved, upstream, *_added(totals, m)), writes=(*downstream, *totals),
@@ -300,7 +321,7 @@ def _layer_operation(visit: Visit, m: int, weights: str, policy: Policy, placeme
 def _loss(model: ModelSpec, m: int, group: int, placement: Placement) -> Operation:
     head = model.head
     hidden = _same(f"hidden.{head}.{m}")
-    totals = (*_gradient_sums(placement, head), _same("device.loss"))
+    totals = (*gradient_sums(placement, head), _same("device.loss"))
     if placement.tied_accumulator:
         totals = (*totals, _same(placement.tied_accumulator))
     batch = _same(f"batch.{m}")
@@ -314,77 +335,15 @@ def _loss(model: ModelSpec, m: int, group: int, placement: Placement) -> Operati
 
 def _embed_backward(m: int, group: int, placement: Placement) -> Operation:
     upstream, batch = _same(f"grad_hidden.1.{m}"), _same(f"batch.{m}")
-    totals = _gradient_sums(placement, 0)
+    totals = gradient_sums(placement, 0)
     return Operation(
         f"backward.0.{m}", Kind.BACKWARD, Resource.COMPUTE, 0, m, group, first=m == 0,
         reads=(upstream, batch, *_added(totals, m)), writes=totals, releases=(upstream.buffer, batch.buffer),
     )  # fmt: skip
 
 
-def _completed(policy: Policy, placement: Placement, block: int) -> Iterator[Operation]:
-    """What follows when a block's gradient is complete: rounding and norm, its way home, perhaps its update."""
-    totals = [*_gradient_sums(placement, block)]
-    if not totals:
-        return  # frozen
-    if block == 0 and placement.tied_accumulator:
-        totals.append(_same(placement.tied_accumulator))
-    gradient, norm = Access(placement.gradients[block], f"gradient.{block}"), _same(f"device.norm.{block}")
-    yield Operation(
-        f"finish_gradient.{block}", Kind.FINISH_GRADIENT, Resource.COMPUTE, block,
-        reads=tuple(totals), writes=(gradient, norm),
-    )  # fmt: skip
-    if policy.optimizer_homes[block] == "host":
-        yield Operation(
-            f"store_gradient.{block}", Kind.STORE_GRADIENT, Resource.D2H, block,
-            reads=(gradient,), writes=(Access(f"host.gradient.{block}", f"gradient.{block}"),),
-        )  # fmt: skip
-    if policy.clipping != "global":
-        yield _clip(f"clip.{block}", block, (norm,), f".{block}")
-        yield _update(policy, placement, block)
-        if _returns(policy, block):
-            yield _load_resident(block)
-
-
-def _clip(name: str, block: int, norms: tuple[Access, ...], suffix: str) -> Operation:
-    scalars = (_same(f"device.scalars{suffix}"), _same(f"host.scalars{suffix}"))
-    return Operation(name, Kind.CLIP, Resource.COMPUTE, block, reads=norms, writes=scalars)
-
-
-def _updates(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
-    return (_update(policy, placement, block) for block in model.trained_blocks)
-
-
-def _drain(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
-    """Pending updates, and what they changed back in its resident place: evaluating and a `first` step read it."""
-    yield from _updates(model, policy, placement)
-    yield from (_load_resident(block) for block in range(model.num_blocks) if _returns(policy, block))
-
-
-def _update(policy: Policy, placement: Placement, block: int) -> Operation:
-    tier = policy.optimizer_homes[block]
-    gradient = f"host.gradient.{block}" if tier == "host" else placement.gradients[block]
-    suffix = "" if policy.clipping == "global" else f".{block}"
-    weights, state = Access(f"{tier}.weights.{block}", f"weights.{block}"), _same(f"{tier}.state.{block}")
-    return Operation(
-        f"update.{block}", Kind.UPDATE, Resource.HOST if tier == "host" else Resource.COMPUTE, block,
-        reads=(Access(gradient, f"gradient.{block}"), _same(f"{tier}.scalars{suffix}"), weights, state),
-        writes=(weights, state),
-    )  # fmt: skip
-
-
-def _returns(policy: Policy, block: int) -> bool:
-    """Whether a block's updated weights come back from the host into their resident place."""
-    return policy.optimizer_homes[block] == "host" and policy.weight_homes[block] == "device"
-
-
 def _same(buffer: str) -> Access:
     return Access(buffer, buffer)
-
-
-def _gradient_sums(placement: Placement, block: int) -> tuple[Access, ...]:
-    """The block's sum of gradients; none where it is frozen."""
-    buffer = placement.accumulators[block]
-    return (Access(buffer, f"gradient_sum.{block}"),) if buffer else ()
 
 
 def _added(totals: tuple[Access, ...], m: int) -> tuple[Access, ...]:

@@ -126,7 +126,7 @@ class _State:
         self.declared = step_program.buffers
         self.buffers = {
             name: _BufferState(
-                content=_initial_content(buffer.role, name, buffer.block) if buffer.persistent else None,
+                content=_initial_content(buffer.role, buffer.block) if buffer.persistent else None,
                 live=buffer.persistent,
             )
             for name, buffer in step_program.buffers.items()
@@ -221,7 +221,7 @@ class _State:
             raise ProgramError(f"{label} does not wait: {buffer} {relation} {user.label}")
 
 
-def _initial_content(role: Role, name: str, block: int) -> str | None:
+def _initial_content(role: Role, block: int) -> str | None:
     if role not in INITIALISED:
         return None
-    return f"weights.{block}" if role is Role.WEIGHTS else name
+    return f"{role.value}.{block}"

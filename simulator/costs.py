@@ -93,6 +93,8 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
         return ".".join([*parts, str(policy.head_chunk_tokens), tokens])
     if operation.kind is Kind.UPDATE:
         return ".".join([*parts, operation.resource.value, policy.gradient_format, policy.state_format])
+    if operation.kind in (Kind.LOAD_STATE, Kind.STORE_STATE):
+        return ".".join([*parts, policy.state_format])
     if operation.kind in (Kind.FINISH_GRADIENT, Kind.STORE_GRADIENT):
         return ".".join([*parts, policy.gradient_format])
     return ".".join(parts)

@@ -21,6 +21,8 @@ class Placement:
     accumulators: tuple[str, ...]  # where a block's gradient is summed over micro-batches
     gradients: tuple[str, ...]  # where the completed gradient stands on the device
     slabs: tuple[str, ...]
+    state_slots: dict[int, str]  # of blocks whose state streams: where it is on the device
+    update_slots: dict[int, str]  # of those whose weights stream too: where these are updated
     tied_accumulator: str  # the head's share of a tied embedding's gradient, or ''
     lowest: int  # the lowest trained block: no gradient passes below it
 
@@ -47,7 +49,8 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     slab_of = {block: f"device.slab.{turn % policy.gradient_slabs}" for turn, block in enumerate(in_transit)}
     for block in range(model.num_blocks):
         count = elements[block]
-        on_host = block in trained and policy.optimizer_homes[block] == "host"
+        optimizer = policy.optimizer_homes[block]
+        on_host = block in trained and optimizer == "host"
         resident = policy.weight_homes[block] == "device"
         weights.append(
             add(f"device.weights.{block}", Tier.DEVICE, Role.WEIGHTS, count * precision.weight, block)
@@ -60,7 +63,7 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
             accumulators.append("")
             gradients.append("")
             continue
-        tier = Tier.HOST if on_host else Tier.DEVICE
+        tier = Tier.DEVICE if optimizer == "device" else Tier.HOST
         add(f"{tier}.state.{block}", tier, Role.STATE, count * optimizer_bytes, block)
         if on_host:
             add(f"host.gradient.{block}", Tier.HOST, Role.GRADIENT, count * completed_bytes, block)
@@ -97,6 +100,18 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         add(f"device.slot.{index}", Tier.DEVICE, Role.SLOT, slot_bytes)
         for index in range(min(policy.prefetch_depth + 1, len(streamed)))
     )
+    # States take their slots in turn. Where a layer's weights stream too, the slot has room for them.
+    by_link = streamed_updates(model, policy)
+    turn_of = {block: turn % policy.state_slots for turn, block in enumerate(by_link)}
+    state_slots = {block: f"device.state_slot.{turn}" for block, turn in turn_of.items()}
+    update_slots = {block: f"device.update_slot.{turn_of[block]}" for block in by_link if not weights[block]}
+    for role, slot_of, width in (
+        (Role.STATE_SLOT, state_slots, optimizer_bytes),
+        (Role.UPDATE_SLOT, update_slots, precision.weight),
+    ):
+        largest = max((elements[block] for block in slot_of), default=0)
+        for name in sorted(set(slot_of.values())):
+            add(name, Tier.DEVICE, role, largest * width)
     through_slabs = [block for block in in_transit if gradients[block] == slab_of[block]]
     slab_bytes = max((elements[block] for block in through_slabs), default=0) * completed_bytes
     slabs = tuple(
@@ -119,9 +134,16 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         accumulators=tuple(accumulators),
         gradients=tuple(gradients),
         slabs=slabs,
+        state_slots=state_slots,
+        update_slots=update_slots,
         tied_accumulator=tied,
         lowest=model.trained_blocks[0],
     )
+
+
+def streamed_updates(model: ModelSpec, policy: Policy) -> list[int]:
+    """Blocks that are updated on the GPU with state from host memory, in ascending order."""
+    return [block for block in model.trained_blocks if policy.optimizer_homes[block] == "streamed"]
 
 
 def batch_bytes(tokens: int, *, packed: bool = False) -> int:

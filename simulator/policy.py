@@ -32,6 +32,8 @@ SAVE_LEVELS: dict[SaveLevel, float] = {
 # Tokens whose logits exist at a time, where a micro-batch has as many.
 HEAD_CHUNK_TOKENS = 4096
 EAGER_SAVE_LEVELS: tuple[SaveLevel, ...] = ("keep", "input")
+# One state comes while another leaves.
+MIN_STATE_SLOTS = 2
 
 
 class Workload(Schema):
@@ -88,7 +90,14 @@ class Policy(Schema):
     activation_homes: tuple[Home, ...]  # one a layer: where what a save level keeps waits
     gradient_homes: tuple[Home, ...]  # completed gradients, until the update
     gradient_slabs: int = pydantic.Field(default=2, ge=2)  # transit to the host, never the store
-    optimizer_homes: tuple[OptimizerHome, ...]  # device: state in HBM; host: updated there
+    # device: state in HBM; host: state and update there; streamed: state on the host, update on the GPU
+    optimizer_homes: tuple[OptimizerHome, ...]
+    # Blocks whose streamed state is on the device at a time. Left out of hashes where it is the least.
+    state_slots: int = pydantic.Field(
+        default=MIN_STATE_SLOTS, ge=MIN_STATE_SLOTS, exclude_if=lambda n: n == MIN_STATE_SLOTS
+    )
+    # Layers that the first group's forward passes while a state comes: what updates of streamed states are apart.
+    state_pace: int = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
     head_chunk_tokens: int = pydantic.Field(default=HEAD_CHUNK_TOKENS, gt=0)
     mlp_chunk_tokens: int = pydantic.Field(default=0, ge=0)  # 0: the MLP is not chunked
     clipping: Clipping = "global"
@@ -120,13 +129,20 @@ def uniform_policy(
     prefetch_depth: int = 1,
     checkpoint_interval: int = 1,
     gradient_slabs: int = 2,
+    state_slots: int = MIN_STATE_SLOTS,
+    state_pace: int = 1,
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Policy:
-    """A policy that treats all layers alike; the embedding and the head keep their weights resident."""
+    """A policy that treats all layers alike; the embedding and the head keep their weights resident.
+
+    Where the layers' state is `streamed`, that of the embedding and the head is on the device.
+    """
     layers = model.num_layers
     weight_homes: tuple[Home, ...] = ("device", *[weights] * layers, "device")
     trained, everywhere = set(model.trained_blocks), range(model.num_blocks)
-    gradient = gradients or ("device" if optimizer == "device" else "host")
+    gradient = gradients or ("host" if optimizer == "host" else "device")
+    edge: OptimizerHome = "device" if optimizer == "streamed" else optimizer
+    optimizers = (edge, *[optimizer] * layers, edge)
     return Policy(
         micro_batch_rows=micro_batch_rows,
         groups=tuple(groups),
@@ -137,7 +153,9 @@ def uniform_policy(
         activation_homes=("device",) * layers,
         gradient_homes=tuple(gradient if block in trained else weight_homes[block] for block in everywhere),
         gradient_slabs=gradient_slabs,
-        optimizer_homes=tuple(optimizer if block in trained else weight_homes[block] for block in everywhere),
+        optimizer_homes=tuple(optimizers[block] if block in trained else weight_homes[block] for block in everywhere),
+        state_slots=state_slots,
+        state_pace=state_pace,
         head_chunk_tokens=head_chunk_tokens,
         clipping=workload.clipping,
         gradient_format=workload.gradient_format,
@@ -186,8 +204,11 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
     for field in ("weight_homes", "activation_homes", "gradient_homes", "optimizer_homes"):
         if "nvme" in getattr(policy, field):
             raise UnsupportedChoice(f"policy.{field}: 'nvme' is not built yet; use 'device' or 'host'")
-    if "streamed" in policy.optimizer_homes:
-        raise UnsupportedChoice("policy.optimizer_homes: 'streamed' is not built yet; use 'device' or 'host'")
+    if "streamed" in (policy.optimizer_homes[0], policy.optimizer_homes[-1]):
+        raise UnsupportedChoice(
+            "policy.optimizer_homes: streaming the state of the embedding or the head is not built yet; use 'device' "
+            "or 'host'"
+        )
     if "host" in policy.activation_homes:
         raise UnsupportedChoice("policy.activation_homes: 'host' is not built yet; use 'device'")
     if "host" in (policy.weight_homes[0], policy.weight_homes[-1]):
@@ -213,7 +234,7 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
             )
         if optimizer == "host" and policy.gradient_homes[block] != "host":
             raise InputError(f"policy: {where}: a host update reads its gradient from the host")
-        if optimizer == "device" and policy.gradient_homes[block] != "device":
+        if optimizer != "host" and policy.gradient_homes[block] != "device":
             raise UnsupportedChoice(
                 f"policy.gradient_homes: {where}: a gradient that waits on the host for a GPU update is not built yet"
             )

@@ -42,6 +42,9 @@ class Kind(StrEnum):
     STORE_GRADIENT = "store_gradient"
     STORE_ACTIVATION = "store_activation"
     LOAD_ACTIVATION = "load_activation"
+    LOAD_STATE = "load_state"
+    STORE_STATE = "store_state"
+    STORE_WEIGHTS = "store_weights"
     CLIP = "clip"
     UPDATE = "update"
     REPORT = "report"
@@ -54,6 +57,8 @@ class Role(StrEnum):
     WEIGHTS = "weights"
     SLOT = "slot"
     STATE = "state"
+    STATE_SLOT = "state_slot"
+    UPDATE_SLOT = "update_slot"
     ACCUMULATOR = "accumulator"
     GRADIENT = "gradient"
     SLAB = "slab"
@@ -86,6 +91,11 @@ class Access(NamedTuple):
 
     buffer: str
     content: str
+
+    @classmethod
+    def own(cls, buffer: str) -> "Access":
+        """A buffer that holds the value that is called like it."""
+        return cls(buffer, buffer)
 
 
 class Wait(NamedTuple):

@@ -59,7 +59,7 @@ def replay(
     size: Callable[[Buffer], int],
     sharing: Sharing,
 ) -> Timeline:
-    """Timeline of the steady step. Steps are added until two periods agree, at most MAX_STEPS.
+    """Timeline of the steady step. Steps are added until two periods agree on every resource, at most MAX_STEPS.
 
     The last step replayed is only company for the one before it: copies and updates of the next step share links and
     host DRAM with the step that is reported.
@@ -68,9 +68,7 @@ def replay(
     while True:
         run = _Run(step_program, price, sharing, num_steps)
         run.execute()
-        ends = run.compute_ends
-        period, before = ends[-2] - ends[-3], ends[-3] - ends[-4]
-        if abs(period - before) <= PERIOD_TOLERANCE * max(period, before) or num_steps >= MAX_STEPS:
+        if run.repeats or num_steps >= MAX_STEPS:
             return run.timeline(size)
         num_steps = min(2 * num_steps, MAX_STEPS)
 
@@ -174,11 +172,41 @@ class _Run:
     @property
     def compute_ends(self) -> list[float]:
         """When each step's last operation on the compute resource ends."""
-        ends = [0.0] * self.num_steps
+        return self.ends[Resource.COMPUTE]
+
+    @property
+    def ends(self) -> dict[Resource, list[float]]:
+        """When each step's last operation ends, on each resource; inline there is one."""
+        found = {resource: [0.0] * self.num_steps for resource in self.queues}
         for task in self.tasks:
-            if self.sharing.inline or task.operation.resource is Resource.COMPUTE:
-                ends[task.step] = max(ends[task.step], task.end)
-        return ends
+            ends = found[Resource.COMPUTE if self.sharing.inline else task.operation.resource]
+            ends[task.step] = max(ends[task.step], task.end)
+        return found
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the last step but one takes as long as the one before, and every resource repeats itself in it.
+
+        A resource that does not hold up compute may take some more steps to find its place.
+        """
+        ends = self.compute_ends
+        period, before = ends[-2] - ends[-3], ends[-3] - ends[-4]
+        nearly = PERIOD_TOLERANCE * max(period, before)
+        return abs(period - before) <= nearly and all(
+            abs(own[-2] - own[-3] - period) <= nearly for own in self.ends.values()
+        )
+
+    @property
+    def slowest_period(self) -> float:
+        """Seconds a step of the slowest resource, over the second half of the steps where they do not repeat.
+
+        A resource that falls behind compute by a little in every step holds it up in the end, in more steps than are
+        replayed.
+        """
+        if self.repeats:
+            return 0.0
+        half = self.num_steps // 2
+        return max((own[-2] - own[-2 - half]) / half for own in self.ends.values())
 
     def timeline(self, size: Callable[[Buffer], int]) -> Timeline:
         """The last step but one. Its seconds count from the end of the step before on the compute resource."""
@@ -200,7 +228,7 @@ class _Run:
             before = [point.num_bytes for point in points if point.seconds <= begin]
             inside = [MemoryPoint(p.seconds - begin, p.num_bytes) for p in points if begin < p.seconds <= end]
             memory[tier] = (MemoryPoint(0.0, before[-1] if before else base), *inside)
-        return Timeline(end - begin, spans, memory, peaks)
+        return Timeline(max(end - begin, self.slowest_period), spans, memory, peaks)
 
     def _changes(self, tier: str, size: Callable[[Buffer], int]) -> list[tuple[float, int]]:
         changes: list[tuple[float, int]] = []

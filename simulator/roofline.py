@@ -93,6 +93,12 @@ class Roofline:
                 return self._link_seconds("h2d", elements * width.weight)
             case Kind.STORE_GRADIENT:
                 return self._link_seconds("d2h", elements * completed)
+            case Kind.LOAD_STATE:
+                return self._link_seconds("h2d", elements * state_bytes(precision, self.policy.state_format))
+            case Kind.STORE_STATE:
+                return self._link_seconds("d2h", elements * state_bytes(precision, self.policy.state_format))
+            case Kind.STORE_WEIGHTS:
+                return self._link_seconds("d2h", elements * width.weight)
             case Kind.LOAD_BATCH:
                 return self._link_seconds("h2d", batch_bytes(self.tokens, packed=self.workload.packed) - 8)
             case _:
@@ -185,8 +191,10 @@ class Roofline:
         completed = gradient_bytes(precision, self.policy.gradient_format)
         weight = PRECISIONS[precision].weight
         match operation.kind:
-            case Kind.LOAD_WEIGHTS:
+            case Kind.LOAD_WEIGHTS | Kind.STORE_WEIGHTS:
                 return float(elements * weight)
+            case Kind.LOAD_STATE | Kind.STORE_STATE:
+                return float(elements * state_bytes(precision, self.policy.state_format))
             case Kind.STORE_GRADIENT:
                 return float(elements * completed)
             case Kind.UPDATE if operation.resource is Resource.HOST:

@@ -29,6 +29,9 @@ WAITING = {
     "load_batch": "waiting for data",
     "store_gradient": "waiting for gradients",
     "update": "waiting for updates",
+    "load_state": "waiting for updates",
+    "store_state": "waiting for updates",
+    "store_weights": "waiting for updates",
 }
 OTHER_WAIT = "waiting for other operations"
 LAUNCH_GAPS = "launch gaps"

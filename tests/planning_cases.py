@@ -21,6 +21,7 @@ from simulator.predict import predict
 from simulator.program import Kind, Operation, Resource
 
 MIB = 2**20
+STATE_BYTES = 10
 
 
 def figure(value: float) -> Figure:
@@ -140,6 +141,8 @@ def price_table(
 ) -> OperationCosts:
     """Explicit prices of every operation but copies, which the machine's link prices unless `load`/`store` do.
 
+    These are of a layer's weights, 2 bytes a parameter; its state takes 10.
+
     `layers` is keyed by layer kind. `edge` is the price of the embedding's and the head's passes; gradients' rounding,
     norm and report are free. Updates and copies of the edges are free.
     """
@@ -167,8 +170,10 @@ def price_table(
         put(operation(Kind.UPDATE, block, resource=Resource.HOST), update_host)
         if load is not None:
             put(operation(Kind.LOAD_WEIGHTS, block, resource=Resource.H2D), load)
+            put(operation(Kind.LOAD_STATE, block, resource=Resource.H2D), STATE_BYTES / 2 * load)
         if store is not None:
             put(operation(Kind.STORE_GRADIENT, block, resource=Resource.D2H), store)
+            put(operation(Kind.STORE_STATE, block, resource=Resource.D2H), STATE_BYTES / 2 * store)
     for block in (0, model.head):
         put(operation(Kind.UPDATE, block), 0.0)
         put(operation(Kind.UPDATE, block, resource=Resource.HOST), 0.0)
@@ -289,6 +294,11 @@ def random_policy(random: Random, case: Case) -> Policy:
     streams = random.choice([0.0, 0.5, 1.0])
     weights = ["host" if home == "host" and random.random() < streams else "device" for home in homes]
     weights[0] = weights[-1] = "device"
+    gradients = list(homes)
+    by_link = random.choice([0.0, 0.0, 0.4, 1.0])
+    for layer in model.layers:
+        if weights[layer] == "device" and random.random() < by_link:
+            homes[layer], gradients[layer] = "streamed", "device"
     return Policy.model_validate(
         {
             "micro_batch_rows": rows,
@@ -298,8 +308,10 @@ def random_policy(random: Random, case: Case) -> Policy:
             "save_levels": ["input" if interval > 1 else random.choice(levels) for _ in range(model.num_layers)],
             "checkpoint_interval": interval,
             "activation_homes": ["device"] * model.num_layers,
-            "gradient_homes": homes,
+            "gradient_homes": gradients,
             "optimizer_homes": homes,
+            "state_slots": random.choice([2, 2, 3]),
+            "state_pace": random.choice([1, 2, 4]),
             "head_chunk_tokens": min(HEAD_CHUNK_TOKENS, rows * workload.sequence_length),
             "clipping": workload.clipping,
             "gradient_format": workload.gradient_format,

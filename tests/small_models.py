@@ -6,7 +6,7 @@ from typing import Any
 
 from simulator.formats import GradientFormat, Precision
 from simulator.model import BlockKind, BlockSpec, ModelSpec, TensorSpec
-from simulator.policy import Clipping, OptimizerHome, Policy, SaveLevel, Workload
+from simulator.policy import Clipping, Home, OptimizerHome, Policy, SaveLevel, Workload
 
 HIDDEN, VOCABULARY = 8, 16
 
@@ -80,18 +80,26 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
     for index in model.layers:
         if optimizers[index] == "host" and draw.random() < streams:
             weights[index] = "host"
+    chunk, slabs, depth = draw.choice((1, 4, 2048)), draw.choice((2, 2, 3)), draw.choice((1, 1, 2, 3, 8))
+    gradients: list[Home] = ["host" if home == "host" else "device" for home in optimizers]
+    by_link = draw.choice((0.0, 0.0, 0.4, 1.0))  # of the layers, streamed weights or not
+    for index in model.layers:
+        if draw.random() < by_link:
+            optimizers[index], gradients[index] = "streamed", "device"
     policy = Policy(
         micro_batch_rows=1,
         groups=groups,
         weight_homes=tuple(weights),
-        prefetch_depth=draw.choice((1, 1, 2, 3, 8)),
+        prefetch_depth=depth,
         save_levels=tuple(saves),
         checkpoint_interval=interval,
         activation_homes=("device",) * num_layers,
-        gradient_homes=tuple(optimizers),
-        gradient_slabs=draw.choice((2, 2, 3)),
+        gradient_homes=tuple(gradients),
+        gradient_slabs=slabs,
         optimizer_homes=tuple(optimizers),
-        head_chunk_tokens=draw.choice((1, 4, 2048)),
+        state_slots=draw.choice((2, 2, 3, 5)),
+        state_pace=draw.choice((1, 1, 2, 5)),
+        head_chunk_tokens=chunk,
         clipping=clipping,
         gradient_format=gradient_format,
     )

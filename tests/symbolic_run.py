@@ -76,9 +76,14 @@ class Machine:
         """Each block's weights where its optimizer lives."""
         found = {}
         for block in range(self.model.num_blocks):
-            tier = "host" if f"host.state.{block}" in self.buffers else "device"
+            tier = "host" if f"host.weights.{block}" in self.buffers else "device"
             found[block] = self.buffers[f"{tier}.weights.{block}"]
         return found
+
+    def states(self) -> dict[int, Value]:
+        """Each block's state at home."""
+        places = {b: (f"host.state.{b}", f"device.state.{b}") for b in range(self.model.num_blocks)}
+        return {b: next(self.buffers[name] for name in names if name in self.buffers) for b, names in places.items()}
 
     def resident_weights(self) -> dict[int, Value]:
         """The weights in HBM, of the blocks that are resident."""
@@ -149,15 +154,14 @@ class Machine:
             case Kind.FINISH_GRADIENT:
                 gradient = symbol("gradient", given[f"gradient_sum.{b}"], given.get("device.accumulator.tied", 0))
                 return {f"gradient.{b}": gradient, f"device.norm.{b}": symbol("norm", gradient)}
-            case Kind.STORE_GRADIENT:
+            case Kind.STORE_GRADIENT | Kind.LOAD_STATE | Kind.STORE_STATE | Kind.STORE_WEIGHTS:
                 return dict(given)
             case Kind.CLIP:
                 return dict.fromkeys((a.content for a in operation.writes), symbol("clip", *given.values()))
             case Kind.UPDATE:
                 scalars = next(value for name, value in given.items() if ".scalars" in name)
-                state = next(name for name in given if ".state." in name)
-                inputs = (given[f"weights.{b}"], given[state], given[f"gradient.{b}"], scalars)
-                return {f"weights.{b}": symbol("new weights", *inputs), state: symbol("new state", *inputs)}
+                inputs = (given[f"weights.{b}"], given[f"state.{b}"], given[f"gradient.{b}"], scalars)
+                return {f"weights.{b}": symbol("new weights", *inputs), f"state.{b}": symbol("new state", *inputs)}
             case Kind.REPORT:
                 return {"host.report": symbol("report", *given.values())}
 

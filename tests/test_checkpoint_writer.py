@@ -23,15 +23,19 @@ PATIENCE_SECONDS = 20.0  # a test that waits longer has found a deadlock
 
 
 def trainer_of(clipping: str, device: str) -> Trainer:
-    """Blocks 2 to 4 are updated by the host, the others where the model computes."""
+    """Block 3 is updated by the host, the others where the model computes; of 1, 2 and 4 the state streams there."""
     config = tiny_config()
     workload = Workload.model_validate(
         {"sequence_length": SEQUENCE, "tokens_per_step": ROWS * SEQUENCE, "precision": "bf16", "clipping": clipping}
     )
-    homes = ("device", "device", "host", "host", "host", "device")
+    homes = {
+        "weight_homes": ("device", "device", "host", "host", "device", "device"),
+        "optimizer_homes": ("device", "streamed", "streamed", "host", "streamed", "device"),
+        "gradient_homes": ("device", "device", "device", "host", "device", "device"),
+    }
     policy = uniform_policy(
         model_spec(config), workload, micro_batch_rows=2, groups=(2, 1), head_chunk_tokens=10
-    ).model_copy(update=dict.fromkeys(("weight_homes", "optimizer_homes", "gradient_homes"), homes))
+    ).model_copy(update=homes)
     weights = random_weights(config, torch.float32)
     limit = None if clipping == "none" else 0.5
     return make_trainer(config, workload, policy, weights, max_grad_norm=limit, device=device)

@@ -352,6 +352,22 @@ def test_measured_slow_down_beside_copies_is_used() -> None:
     )
 
 
+def test_a_streamed_state_takes_ten_bytes_a_parameter_each_way_and_its_update_what_it_takes_in_hbm(
+    qwen: ModelSpec, h200: HardwareProfile
+) -> None:
+    case = layer_case(qwen, optimizer="streamed")
+    pricing, found = Pricing(*case, h200), operations(case)
+    load, store = pricing.price(found["load_state.1"]), pricing.price(found["store_state.1"])
+    size = 10 * qwen.block(1).num_elements
+    assert load.dram_bytes == store.dram_bytes == size
+    assert size / load.seconds == pytest.approx(55.5e9, rel=0.02)
+    assert size / store.seconds == pytest.approx(55.4e9, rel=0.02)
+    on_device = layer_case(qwen)
+    assert pricing.price(found["update.1"]) == Pricing(*on_device, h200).price(operations(on_device)["update.1"])
+    keys = {operation_key(found[name], *case) for name in ("load_state.1", "store_state.1")}
+    assert keys == {"load_state.layer.full_attention.fp32", "store_state.layer.full_attention.fp32"}
+
+
 def test_every_operation_and_buffer_of_any_program_has_a_price() -> None:
     for seed in range(40):
         model, workload, policy = random_case(seed)
@@ -361,7 +377,8 @@ def test_every_operation_and_buffer_of_any_program_has_a_price() -> None:
             price = pricing.price(operation)
             assert 0 < price.seconds < 1
             assert price.transient_bytes >= 0
-            on_host = operation.kind in (Kind.LOAD_WEIGHTS, Kind.STORE_GRADIENT) or operation.resource == "host"
+            copies = (Kind.LOAD_WEIGHTS, Kind.STORE_GRADIENT, Kind.LOAD_STATE, Kind.STORE_STATE, Kind.STORE_WEIGHTS)
+            on_host = operation.kind in copies or operation.resource == "host"
             assert (price.dram_bytes > 0) == on_host
         for buffer in program.buffers.values():
             assert pricing.size(buffer) > 0

@@ -216,3 +216,30 @@ def test_15_a_host_with_room_for_one_layer_takes_one() -> None:
     found = solved(toy(), limits(27 + 22 * S, 10))
     assert found.policy.optimizer_homes[1:-1] == ("device", "device", "device", "host")
     assert found.prediction.step_seconds == pytest.approx(12 + found.policy.save_levels.count("input"))
+
+
+def test_states_stream_where_the_host_is_slow_and_the_link_is_not() -> None:
+    # All on the device and everything kept takes 30 + 22 S; 5 GB are missing. The host's update of one layer takes
+    # 10 s, recomputing 1 s a layer and saves 4 GB. A state of 5 GB passes the link in 5/8 s, and two slots take 10 GB:
+    # with three layers' states on the host those 5 GB are there. Two come while the backward runs, the third has
+    # 5/8 s to let one out and 5/8 s to come before the forward has passed three layers.
+    case = toy(link_gb_per_second=8, update_seconds=10)
+    found = solved(case, limits(25.5 + 22 * S, 100))
+    assert found.policy.optimizer_homes.count("streamed") >= 3
+    assert "host" not in found.policy.optimizer_homes
+    assert set(found.policy.save_levels) == {"keep"}
+    assert found.prediction.step_seconds == pytest.approx(12)
+    assert found.bound.gap == pytest.approx(0, abs=1e-6)
+    # With less of a host there is no such plan: one layer less kept, or more.
+    without = solved(case, limits(25.5 + 22 * S, 14))
+    assert without.prediction.step_seconds >= 13
+
+
+def test_the_bound_of_streamed_states_is_what_the_link_must_carry() -> None:
+    # All four layers through two slots over a link on which a state takes 50 s: the last two come after two have left.
+    # Nothing else takes time, but the forward of the last layer behind it.
+    case = toy(link_gb_per_second=0.1)
+    policy = base_policy(case.model, case.workload, Outline(1, (1,)), by_link=frozenset(LAYERS))
+    bound, step = step_seconds(case, policy)
+    # Norm, store 1, load 3 beside store 2, load 4 beside store 3, forward 4, loss, backwards of 4, 3 and 2 s.
+    assert step >= bound >= 50 + 50 + 50 + 1

@@ -122,7 +122,7 @@ def test_no_buffer_is_laid_out_twice_and_homes_are_kept() -> None:
         buffers = place(model, workload, policy).buffers
         for block in range(model.num_blocks):
             homes = [b.tier for b in buffers.values() if b.role is Role.STATE and b.block == block]
-            assert homes == [Tier(policy.optimizer_homes[block])]
+            assert homes == [Tier.DEVICE if policy.optimizer_homes[block] == "device" else Tier.HOST]
             weights = {b.tier.value for b in buffers.values() if b.role is Role.WEIGHTS and b.block == block}
             assert policy.weight_homes[block] in weights
             assert (Tier.HOST in weights) == ("host" in (policy.weight_homes[block], policy.optimizer_homes[block]))

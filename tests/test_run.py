@@ -26,7 +26,7 @@ from simulator.costs import operation_key
 from simulator.errors import ConveyorError, InputError
 from simulator.hardware import HardwareProfile, load_hardware
 from simulator.model import ModelSpec, model_spec
-from simulator.policy import Workload, uniform_policy
+from simulator.policy import Home, OptimizerHome, Workload, uniform_policy
 from simulator.probe import current_device, current_host
 
 CONFIG: dict[str, Any] = {
@@ -127,30 +127,38 @@ def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_l
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_stopped_and_resumed_under_another_plan_equals_one_that_never_stopped(
+def test_a_run_stopped_and_resumed_under_other_plans_equals_one_that_never_stopped(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, machine: HardwareProfile, number: int, exit_code: int
 ) -> None:
     launch(run_config(text, tmp_path / "whole"), planned, CONFIG, model, say=silent)
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
-    def stop_after_three(line: str) -> None:
-        if line.startswith("step 3/"):
-            os.kill(os.getpid(), number)
+    def other(weights: Home, optimizer: OptimizerHome) -> Plan:
+        policy = uniform_policy(
+            model, WORKLOAD, micro_batch_rows=2, groups=(2,), weights=weights, optimizer=optimizer,
+            save_level="input", head_chunk_tokens=planned.policy.head_chunk_tokens,
+        )  # fmt: skip
+        assert policy != planned.policy
+        return planned.model_copy(update={"policy": policy}).hashed()
 
-    with pytest.raises(Interrupted, match="resume=auto") as stopped_by:
-        launch(run_config(text, tmp_path / "parts"), planned, CONFIG, model, say=stop_after_three)
-    assert stopped_by.value.exit_code == exit_code
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
-    stopped, _ = checkpoint_tensors(tmp_path / "parts" / "checkpoints", model)
-    assert 3 <= stopped.step < 8
+    # State on the device, then streaming to it, streaming with its weights, and last on the host.
+    plans = {3: planned, 5: other("device", "streamed"), 6: other("host", "streamed")}
+    resume = "never"
+    for last_step, here in plans.items():
 
-    other = uniform_policy(
-        model, WORKLOAD, micro_batch_rows=2, groups=(2,), weights="host", optimizer="host", save_level="input",
-        head_chunk_tokens=planned.policy.head_chunk_tokens,
-    )  # fmt: skip
-    assert other != planned.policy
-    elsewhere = planned.model_copy(update={"policy": other}).hashed()
-    launch(run_config(text, tmp_path / "parts", resume="auto"), elsewhere, CONFIG, model, say=silent)
+        def interrupt(line: str, last_step: int = last_step) -> None:
+            if line.startswith(f"step {last_step}/"):
+                os.kill(os.getpid(), number)
+
+        config = run_config(text, tmp_path / "parts", resume=resume)
+        with pytest.raises(Interrupted, match="resume=auto") as stopped_by:
+            launch(config, here, CONFIG, model, say=interrupt)
+        assert stopped_by.value.exit_code == exit_code
+        assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+        stopped, _ = checkpoint_tensors(tmp_path / "parts" / "checkpoints", model)
+        assert last_step <= stopped.step < 8
+        resume = "auto"
+    launch(run_config(text, tmp_path / "parts", resume="auto"), other("host", "host"), CONFIG, model, say=silent)
 
     whole, expected = checkpoint_tensors(tmp_path / "whole" / "checkpoints", model)
     parts, found = checkpoint_tensors(tmp_path / "parts" / "checkpoints", model)

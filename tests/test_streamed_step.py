@@ -5,7 +5,7 @@ import torch
 
 from executor.planes import split_planes
 from simulator.model import model_spec
-from simulator.policy import Policy, Workload, uniform_policy
+from simulator.policy import OptimizerHome, Policy, Workload, uniform_policy
 from tests.plain_trainer import plain_train
 from tests.tiny import (
     BETAS,
@@ -31,32 +31,40 @@ def tiny_workload(precision: str, **changes: object) -> Workload:
     return Workload.model_validate(settings)
 
 
-def streamed_policy(config: dict, workload: Workload) -> Policy:
-    """Everything rides: weights streamed, host optimizer, recompute, two groups."""
+def streamed_policy(config: dict, workload: Workload, optimizer: OptimizerHome = "host") -> Policy:
+    """Everything rides: weights streamed, host optimizer or streamed state, recompute, two groups."""
     return uniform_policy(
-        model_spec(config), workload, micro_batch_rows=2, groups=(2, 1), weights="host", optimizer="host",
+        model_spec(config), workload, micro_batch_rows=2, groups=(2, 1), weights="host", optimizer=optimizer,
         save_level="input", head_chunk_tokens=10,
     )  # fmt: skip
 
 
-def compare_with_plain(config: dict, precision: str, steps: int = 5):
+def compare_with_plain(config: dict, precision: str, steps: int = 5, optimizer: OptimizerHome = "host"):
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     workload, weights, batches = tiny_workload(precision), random_weights(config, dtype), tiny_batches(steps)
     plain = plain_train(
         config, weights, [(b.tokens, b.labels) for b in batches], micro_batch_rows=2, learning_rate=LEARNING_RATE,
         betas=BETAS, epsilon=EPSILON, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, dtype=dtype,
     )  # fmt: skip
-    trainer = make_trainer(config, workload, streamed_policy(config, workload), weights, max_grad_norm=MAX_GRAD_NORM)
+    policy = streamed_policy(config, workload, optimizer)
+    trainer = make_trainer(config, workload, policy, weights, max_grad_norm=MAX_GRAD_NORM)
     results = run_steps(trainer, batches)
     streamed = master_weights(trainer)
     trainer.close()
     return plain, results, streamed
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_streamed_steps_equal_plain_torch_in_fp64(family: str, tied: bool) -> None:
-    plain, results, streamed = compare_with_plain(tiny_config(family, tied=tied), "fp64")
+@pytest.mark.parametrize(
+    ("family", "tied", "optimizer"),
+    [
+        ("qwen2", False, "host"),
+        ("qwen2", True, "streamed"),
+        ("llama", False, "streamed"),
+        ("llama", True, "host"),
+    ],
+)
+def test_streamed_steps_equal_plain_torch_in_fp64(family: str, tied: bool, optimizer: OptimizerHome) -> None:
+    plain, results, streamed = compare_with_plain(tiny_config(family, tied=tied), "fp64", optimizer=optimizer)
     assert all(norm > MAX_GRAD_NORM for norm in plain.norms), "clipping must be active"
     for step, result in enumerate(results):
         assert result.loss == pytest.approx(plain.losses[step], abs=1e-10)
@@ -132,6 +140,20 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
                 "save_levels": tuple("keep" if layer % 2 else "input" for layer in range(layers)),
             }
         ),
+        "streamed state, resident weights, layer-major": uniform(groups=(ROWS,), optimizer="streamed"),
+        "streamed state and weights, batch-major": uniform(
+            weights="host", optimizer="streamed", save_level="input", prefetch_depth=2
+        ),
+        "streamed state, more slots than layers": uniform(groups=(2, 4), optimizer="streamed", state_slots=9),
+        "all three optimizers": on_device.model_copy(
+            update={
+                "groups": (3, 3),
+                "weight_homes": ("device", "device", *["host"] * (layers - 1), "device"),
+                "optimizer_homes": ("device", *["streamed"] * (layers - 1), "host", "device"),
+                "gradient_homes": ("device", *["device"] * (layers - 1), "host", "device"),
+                "state_slots": 3,
+            }
+        ),
     }
 
 
@@ -196,10 +218,11 @@ def test_a_short_last_batch_is_weighted_by_its_tokens() -> None:
     assert result.gradient_norm == pytest.approx(plain.norms[0], rel=1e-12)
 
 
-def test_a_non_finite_gradient_is_skipped_and_later_steps_equal_a_run_without_it() -> None:
+@pytest.mark.parametrize("optimizer", ["host", "streamed"])
+def test_a_non_finite_gradient_is_skipped_and_later_steps_equal_a_run_without_it(optimizer: OptimizerHome) -> None:
     config, workload = tiny_config(), tiny_workload("fp32")
     weights, batches = random_weights(config, torch.float32), tiny_batches(3)
-    policy = streamed_policy(config, workload)
+    policy = streamed_policy(config, workload, optimizer)
 
     clean = make_trainer(config, workload, policy, weights)
     run_steps(clean, [batches[0], batches[2]])

@@ -76,6 +76,15 @@ def policies(config: dict[str, Any], workload: Workload, level: SaveLevel) -> di
                 "gradient_homes": ("device", "device", "host", "host", "host", "device"),
             }
         ),
+        "streamed state": uniform(groups=(ROWS,), optimizer="streamed"),
+        "streamed state and weights": uniform(weights="host", optimizer="streamed", state_slots=3),
+        "every optimizer": uniform(groups=(4, 2)).model_copy(
+            update={
+                "weight_homes": ("device", "device", "host", "device", "host", "device"),
+                "optimizer_homes": ("device", "streamed", "streamed", "streamed", "host", "device"),
+                "gradient_homes": ("device", "device", "device", "device", "host", "device"),
+            }
+        ),
     }
 
 
@@ -114,10 +123,11 @@ def test_policies_give_the_same_bits(gradient_format: str, clipping: str, compil
         assert_same(found, expected, title)
 
 
-def test_streams_with_random_sleeps_equal_inline_execution() -> None:
+@pytest.mark.parametrize("title", ["mixed", "every optimizer"])
+def test_streams_with_random_sleeps_equal_inline_execution(title: str) -> None:
     config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
     weights, batches = random_weights(config, torch.float32), gpu_batches(3)
-    policy = policies(config, workload, "input")["mixed"]
+    policy = policies(config, workload, "input")[title]
     inline = make_trainer(config, workload, policy, weights, device="cuda")
     inline.runner.close()
     inline.runner = InlineRunner(inline.operations.functions(), inline.device, device_bytes=lambda: 0)
