@@ -361,7 +361,8 @@ def test_every_operation_and_buffer_of_any_program_has_a_price() -> None:
             price = pricing.price(operation)
             assert 0 < price.seconds < 1
             assert price.transient_bytes >= 0
-            on_host = operation.kind in (Kind.LOAD_WEIGHTS, Kind.STORE_GRADIENT) or operation.resource == "host"
+            weights, activations = Kind.LOAD_WEIGHTS, (Kind.STORE_ACTIVATION, Kind.LOAD_ACTIVATION)
+            on_host = operation.kind in (weights, Kind.STORE_GRADIENT, *activations) or operation.resource == "host"
             assert (price.dram_bytes > 0) == on_host
         for buffer in program.buffers.values():
             assert pricing.size(buffer) > 0

@@ -123,6 +123,13 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
             groups=(2, 4), weights="host", optimizer="host", save_level="input", checkpoint_interval=3, gradient_slabs=3
         ),
         "resident weights, host optimizer": uniform(groups=(2, 2, 2), optimizer="host"),
+        "inputs wait on the host, one group": uniform(groups=(ROWS,), save_level="input", activations="host"),
+        "inputs wait on the host, batch-major, all streamed": uniform(
+            save_level="input", activations="host", weights="host", optimizer="host"
+        ),
+        "checkpoints every 2 layers wait on the host": uniform(
+            groups=(4, 2), save_level="input", activations="host", checkpoint_interval=2, optimizer="host"
+        ),
         "mixed homes and levels": on_device.model_copy(
             update={
                 "groups": (4, 2),
@@ -130,6 +137,16 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
                 "optimizer_homes": tuple(low_on_device),
                 "gradient_homes": tuple(low_on_device),
                 "save_levels": tuple("keep" if layer % 2 else "input" for layer in range(layers)),
+            }
+        ),
+        "some inputs wait on the host beside all else": on_device.model_copy(
+            update={
+                "groups": (1, 3, 2),
+                "weight_homes": ("device", "device", "device", *["host"] * (layers - 2), "device"),
+                "optimizer_homes": tuple(low_on_device),
+                "gradient_homes": tuple(low_on_device),
+                "save_levels": ("input", "keep", *["input"] * (layers - 2)),
+                "activation_homes": ("host", "device", *["host"] * (layers - 3), "device"),
             }
         ),
     }
