@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.plan import Plan
+from simulator.activations import waiting_layers
 from simulator.placement import place
 from simulator.policy import Policy
 from simulator.predict import StepFigures
@@ -24,6 +25,8 @@ _HOLDS = {
     Role.GRADIENT: "completed gradients",
     Role.SLOT: "slots for streamed weights",
     Role.SLAB: "slabs for leaving gradients",
+    Role.ACTIVATION: "layer inputs that wait",
+    Role.STAGE: "stages for returning layer inputs",
     Role.BATCH: "batches",
     Role.SCALARS: "scalars",
 }
@@ -100,6 +103,10 @@ def _decisions(plan: Plan) -> Table:
     ]
     if "host" in policy.weight_homes:
         rows.append(("prefetch", f"{policy.prefetch_depth} layers ahead"))
+    waiting = set(waiting_layers(plan.model, policy))
+    if waiting:
+        where = [on["host" if layer in waiting else "device"] for layer in plan.model.layers]
+        rows.append(("layer inputs wait", _runs(where, "{}", first=1)))
     if policy.checkpoint_interval > 1:
         rows.append(("layer inputs", f"every {policy.checkpoint_interval}th is kept"))
     for row in rows:

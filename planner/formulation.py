@@ -25,22 +25,25 @@ class Formulation:
         self.memory = add_memory(self.mip, coefficients, variables, budget)
         self.limits = [row for row in self.mip.rows if row.title in MEMORY_LIMITS]
         self.step = add_time(self.mip, coefficients, variables)
-        # A tie is broken for the device: fewer host updates, less streamed, fewer slots.
+        # A tie is broken for the device: fewer host updates, less streamed, fewer slots, no input away.
         model = coefficients.model
         weight = 1e-6 * coefficients.quick_bound_seconds() / (3 * model.num_blocks)
-        preferred = total([variables.num_host, variables.embedding, variables.head, variables.num_streamed])
+        preferred = total(
+            [variables.num_host, variables.embedding, variables.head, variables.num_streamed, variables.num_waiting]
+        )
         self.mip.objective = total([self.step, weight * preferred, 0.1 * weight * variables.slots])
         # The most that the objective lies above the step.
-        self.tie_break_seconds = weight * (model.num_blocks + model.num_layers + 0.1 * MAX_SLOTS)
+        self.tie_break_seconds = weight * (model.num_blocks + 2 * model.num_layers + 0.1 * MAX_SLOTS)
 
     def evaluate(self, decisions: Decisions) -> dict[str, float]:
         """All variables at their least for given decisions."""
         return self.mip.evaluate(self.variables.chosen(decisions))
 
     def keep_on_device(self) -> None:
-        """Allow no host optimizer and no streaming."""
+        """Allow no host optimizer, no streaming and no input that waits on the host."""
         v = self.variables
-        self.mip.at_most("everything on the device", v.num_host + v.embedding + v.head + v.num_streamed, 0.0)
+        away = total([v.num_host, v.embedding, v.head, v.num_streamed, v.num_waiting])
+        self.mip.at_most("everything on the device", away, 0.0)
         self.limits.append(self.mip.rows[-1])
 
     def fits(self, values: Mapping[str, float]) -> bool:

@@ -10,6 +10,7 @@ takes at least as long as any one resource needs for what must happen within it:
   first group. Updates run low blocks first, then loads, then the forward: a flow shop with a row for every block.
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
 - Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
+- Inputs that wait on the host: in a piece all but one have left, or all but the stages' come back.
 - Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
 
 Left out: links that idle because slots are full, which layers stream (loads are averaged over a piece), contention
@@ -25,6 +26,7 @@ from typing import Literal
 from planner.coefficients import GRADIENT_SLABS, BlockCosts, Coefficients
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.variables import Variables
+from simulator.activations import NUM_STAGES
 
 PassName = Literal["forward", "backward"]
 
@@ -109,11 +111,22 @@ class _TimeRows:
         """Every host-updated block's weights come in the first group's forward, some again in each later piece."""
         batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
         first = self.host_sum(lambda costs: costs.load.seconds)
-        return first + self.least(lambda costs: costs.load.seconds) * self.again + batches
+        activations = self.c.outline.num_micro_batches * self.c.load_activation.seconds * self.inputs_back
+        return first + self.least(lambda costs: costs.load.seconds) * self.again + batches + activations
 
     @property
     def d2h(self) -> Linear:
-        return self.host_sum(lambda costs: costs.store.seconds)
+        activations = self.c.outline.num_micro_batches * self.c.store_activation.seconds * self.variables.num_waiting
+        return self.host_sum(lambda costs: costs.store.seconds) + activations
+
+    @property
+    def inputs_back(self) -> Linear:
+        """How often one micro-batch's inputs come back: where checkpoints are sparse, for the recomputation too."""
+        variables, interval = self.variables, self.c.outline.checkpoint_interval
+        if interval == 1:
+            return variables.num_waiting
+        alone = len(self.c.model.backward_layers) % interval == 1  # the topmost is a segment of its own
+        return 2 * variables.num_waiting - int(alone) * variables.any_waiting
 
     @property
     def host_updates(self) -> Linear:
@@ -143,7 +156,9 @@ class _TimeRows:
             )
         )
         again = self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.again
-        mip.at_least("host DRAM", step, moved + again)
+        waiting = self.c.store_activation.dram_bytes * self.variables.num_waiting
+        waiting += self.c.load_activation.dram_bytes * self.inputs_back
+        mip.at_least("host DRAM", step, moved + again + self.c.outline.num_micro_batches / self.dram_rate * waiting)
 
     # Pieces
 
@@ -188,6 +203,15 @@ class _TimeRows:
         if self.c.outline.checkpoint_interval == 1 and self.c.backward_kinds == self.c.kinds:
             ends = edge + 2 * group * min(self._seconds(name))
         mip.at_least(f"{title}: loads", piece, reload + ends * self.variables.any_reloads)
+        # An input's copy ends before the next pass begins; inputs come back as stages are free.
+        if name == "forward":
+            leaving = self.c.store_activation.seconds * (group * self.variables.num_waiting - 1)
+            mip.at_least(f"{title}: compute beside leaving inputs", piece, work + edge + self.slowed * leaving)
+            mip.at_least(f"{title}: leaving inputs", piece, leaving + self.both * reload)
+        else:
+            back = self.c.load_activation.seconds * (group * self.inputs_back - NUM_STAGES)
+            mip.at_least(f"{title}: compute beside inputs", piece, work + edge + self.slowed * (reload + back))
+            mip.at_least(f"{title}: inputs", piece, reload + back)
 
     def _returning(self, cost: Callable[[BlockCosts], float]) -> Linear:
         """A cost of the loads that a backward begins with."""

@@ -281,7 +281,7 @@ def random_policy(random: Random, case: Case) -> Policy:
     cuts = [0, *sorted(random.sample(range(1, num_micro_batches), random.randint(0, num_micro_batches - 1)))]
     groups = tuple(b - a for a, b in pairwise([*cuts, num_micro_batches]))
     interval = random.choice([1, 1, 1, 2, 3])
-    levels = EAGER_SAVE_LEVELS if not workload.compiled else tuple(SAVE_LEVELS)
+    choices = EAGER_SAVE_LEVELS if not workload.compiled else tuple(SAVE_LEVELS)
     share = random.choice([0.0, 0.5, 1.0])
     homes = [("host" if random.random() < share else "device") for _ in range(model.num_blocks)]
     if model.tied_embeddings:
@@ -289,15 +289,19 @@ def random_policy(random: Random, case: Case) -> Policy:
     streams = random.choice([0.0, 0.5, 1.0])
     weights = ["host" if home == "host" and random.random() < streams else "device" for home in homes]
     weights[0] = weights[-1] = "device"
+    levels = ["input" if interval > 1 else random.choice(choices) for _ in range(model.num_layers)]
+    waits = random.choice([0.0, 0.0, 0.5, 1.0])
     return Policy.model_validate(
         {
             "micro_batch_rows": rows,
             "groups": groups,
             "weight_homes": weights,
             "prefetch_depth": random.choice([1, 1, 2, 3]),
-            "save_levels": ["input" if interval > 1 else random.choice(levels) for _ in range(model.num_layers)],
+            "save_levels": levels,
             "checkpoint_interval": interval,
-            "activation_homes": ["device"] * model.num_layers,
+            "activation_homes": [
+                "host" if level == "input" and random.random() < waits else "device" for level in levels
+            ],
             "gradient_homes": homes,
             "optimizer_homes": homes,
             "head_chunk_tokens": min(HEAD_CHUNK_TOKENS, rows * workload.sequence_length),
