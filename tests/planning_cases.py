@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from random import Random
 
-from planner.coefficients import Outline, allowed_levels, base_policy
+from planner.coefficients import ON_HOST, Outline, allowed_levels, base_policy
 from planner.outlines import outlines
 from planner.plan import Limits
 from planner.problem import Problem
@@ -338,7 +338,11 @@ def every_policy(case: Case) -> Iterator[Policy]:
     model, workload = case.model, case.workload
     for outline in outlines(model, workload):
         joint = product(allowed_levels(workload, outline), ("device", "resident", "streamed"))
+        kept = set(model.backward_layers[:: outline.checkpoint_interval])
         for choice in product(list(joint), repeat=model.num_layers):
+            waiting = {layer for layer, (level, _) in zip(model.layers, choice, strict=True) if level in ON_HOST}
+            if waiting - kept:
+                continue
             for embedding, head in product((False, True), repeat=2):
                 if model.tied_embeddings and embedding != head:
                     continue
