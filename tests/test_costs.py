@@ -65,7 +65,7 @@ def test_keys_name_what_the_price_depends_on() -> None:
     workload = small_workload(2, clipping="layerwise", gradient_format="bf16")
     policy = uniform_policy(
         model, workload, micro_batch_rows=1, groups=(2,), weights="host", optimizer="host", save_level="input",
-        checkpoint_interval=2, head_chunk_tokens=64,
+        activations="host", checkpoint_interval=2, head_chunk_tokens=64,
     )  # fmt: skip
     found = {
         name: operation_key(operation, model, workload, policy)
@@ -84,6 +84,9 @@ def test_keys_name_what_the_price_depends_on() -> None:
         "update.2": "update.layer.full_attention.host.bf16.fp32",
         "clip.2": "clip.layer.full_attention",
         "load_weights.1.forward.0": "load_weights.layer.full_attention",
+        "store_activation.1.0": "store_activation.layer.full_attention.input.1x4",
+        "load_activation.1.0.recompute": "load_activation.layer.full_attention.input.1x4",
+        "load_activation.1.1.backward": "load_activation.layer.full_attention.input.1x4",
         "report": "report",
     }
     assert {name: found[name] for name in expected} == expected
