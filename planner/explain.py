@@ -103,15 +103,23 @@ def _decisions(plan: Plan) -> Table:
     ]
     if "host" in policy.weight_homes:
         rows.append(("prefetch", f"{policy.prefetch_depth} layers ahead"))
-    waiting = set(waiting_layers(plan.model, policy))
-    if waiting:
-        where = [on["host" if layer in waiting else "device"] for layer in plan.model.layers]
-        rows.append(("layer inputs wait", _runs(where, "{}", first=1)))
+    if waiting_layers(plan.model, policy):
+        rows.append(("layer inputs wait", _runs(_waits(plan, on), "{}", first=1)))
     if policy.checkpoint_interval > 1:
         rows.append(("layer inputs", f"every {policy.checkpoint_interval}th is kept"))
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _waits(plan: Plan, on: dict[str, str]) -> list[str]:
+    """Where each layer's input waits for the backward."""
+    policy, lowest, waiting = plan.policy, plan.model.backward_layers[0], waiting_layers(plan.model, plan.policy)
+    kept = ["recomputed" if layer >= lowest else "not kept" for layer in plan.model.layers]
+    for layer in plan.model.layers:
+        if policy.kept_input(layer, lowest):
+            kept[layer - 1] = on["host" if layer in waiting else "device"]
+    return kept
 
 
 def _updated(plan: Plan, on: dict[str, str]) -> list[str]:

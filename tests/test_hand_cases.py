@@ -13,6 +13,7 @@ import pytest
 from planning_cases import Case, LayerPrices, machine, price_table, toy_model
 
 from planner.coefficients import Outline, base_policy
+from planner.explain import plan_table
 from planner.plan import Limits, Plan
 from planner.problem import Problem
 from planner.search import plan
@@ -127,6 +128,7 @@ def test_4_on_a_slow_link_nothing_streams_that_need_not() -> None:
     assert found.policy.optimizer_homes[1:-1] == ("device", "device", "host", "host")
     assert found.policy.activation_homes == ("host", "host", "host", "device")
     assert found.policy.save_levels == ("input", "input", "input", "keep")
+    assert "layer inputs wait  on the host: 1-3; on the GPU: 4" in plan_table(found)
     assert found.prediction.device_peak_bytes == pytest.approx((22 + 7 * S) * GB, rel=1e-4)
     assert found.prediction.step_seconds == pytest.approx(43)
     assert step_seconds(case, streamed(case))[1] > 80
