@@ -7,7 +7,7 @@ the copy and lets go of the memory, so that no other stream ever reads what that
 the way back it comes into stages, persistent buffers that the readers take in turn.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from simulator.formats import PRECISIONS
@@ -55,25 +55,12 @@ def with_waiting_activations(operations: Sequence[Operation], model: ModelSpec, 
     if not layers:
         return list(operations)
     first_of_group = [sum(policy.groups[:group]) for group in range(len(policy.groups))]
-    readers = [o.name for o in operations if o.kind in (Kind.RECOMPUTE, Kind.BACKWARD) and o.block in layers]
-    numbers = {name: number for number, name in enumerate(readers)}
-    by_name = {operation.name: operation for operation in operations}
-    stored: set[str] = set()  # inputs that have left
-    loaded = 0  # readers whose load has been issued
-
-    def due(read: int) -> Iterator[Operation]:
-        """Loads into stages that are free once `read` readers have run, of inputs that have left."""
-        nonlocal loaded
-        while loaded < min(read + NUM_STAGES, len(readers)):
-            reader = by_name[readers[loaded]]
-            if _hidden(reader) not in stored:
-                return
-            yield _load(reader, loaded, first_of_group[reader.group])
-            loaded += 1
-
+    readers = [o for o in operations if o.kind in (Kind.RECOMPUTE, Kind.BACKWARD) and o.block in layers]
+    numbers = {reader.name: number for number, reader in enumerate(readers)}
     found: list[Operation] = []
+    stored: set[str] = set()  # inputs that have left
     leaving: tuple[str, ...] = ()  # what the next pass lets go of
-    read = 0
+    read = loaded = 0  # readers that have run, and those whose load has been issued
     for operation in operations:
         if operation.name in numbers:
             operation = _from_stage(operation, numbers[operation.name])
@@ -85,7 +72,10 @@ def with_waiting_activations(operations: Sequence[Operation], model: ModelSpec, 
             found.append(_store(operation, first_of_group[operation.group]))
             stored.add(_hidden(operation))
             leaving = (_hidden(operation),)
-        found += due(read)
+        # Stages are free as their readers have run; in a later group an input has to leave first.
+        while loaded < min(read + NUM_STAGES, len(readers)) and _hidden(readers[loaded]) in stored:
+            found.append(_load(readers[loaded], loaded, first_of_group[readers[loaded].group]))
+            loaded += 1
     return found
 
 
