@@ -107,7 +107,7 @@ class Coefficients:
     clip_seconds: float  # the one clip factor of a step: 0 where each block has its own
     report_seconds: float
     load_batch: Price
-    store_activation: Price  # one layer's input of one micro-batch
+    store_activation: Price  # one layer's input of one micro-batch, of the kind that is measured fastest
     load_activation: Price
     memory: "MemoryTable"
     sharing: Sharing
@@ -299,6 +299,11 @@ class CoefficientTable:
         own_clips = self.workload.clipping != "global"
         blocks = {kind: _block_costs(prices, model, block, own_clips) for kind, block in self._first_of_kind.items()}
         nothing = Price(0.0)
+
+        def fastest(kind: Kind, resource: Resource) -> Price:
+            copies = [_price(prices, kind, self._first_of_kind[layer], "input", resource) for layer in layer_kinds]
+            return min(copies, key=lambda price: price.seconds)
+
         return Coefficients(
             model=model,
             workload=self.workload,
@@ -319,8 +324,8 @@ class CoefficientTable:
             clip_seconds=0.0 if own_clips else _price(prices, Kind.CLIP).seconds,
             report_seconds=_price(prices, Kind.REPORT).seconds,
             load_batch=_price(prices, Kind.LOAD_BATCH, resource=Resource.H2D),
-            store_activation=_price(prices, Kind.STORE_ACTIVATION, 1, "input", Resource.D2H),
-            load_activation=_price(prices, Kind.LOAD_ACTIVATION, 1, "input", Resource.H2D),
+            store_activation=fastest(Kind.STORE_ACTIVATION, Resource.D2H),
+            load_activation=fastest(Kind.LOAD_ACTIVATION, Resource.H2D),
             memory=self._memory_table(outline),
             sharing=prices.sharing,
         )
