@@ -78,6 +78,7 @@ BREAKDOWN: dict[str, Look] = {
     "waiting for weights": Look("#FFFFFF", "////"),
     "waiting for updates": Look("#FFFFFF", "\\\\\\\\"),
     "waiting for gradients": Look("#FFFFFF", "xxxx"),
+    "waiting for activations": Look("#FFFFFF", "...."),
     "waiting for data": Look("#FFFFFF", "----"),
     "waiting for other operations": Look("#FFFFFF", "++++"),
     "launch gaps": Look("#FFFFFF", "||||"),
@@ -96,6 +97,8 @@ KINDS: dict[str, Look] = {
     "load_state": Look(GREEN, "\\\\\\\\"),
     "store_state": Look(PURPLE, "\\\\\\\\"),
     "store_weights": Look(PURPLE),
+    "store_activation": Look(PURPLE, "...."),
+    "load_activation": Look(GREEN, "...."),
     "load_batch": Look("#B0B0B0", "xxxx"),
 }
 _SPARE = tuple(Look(colour, hatch) for hatch in ("xxxx", "----", "++++") for colour in (GREEN, PURPLE, GREY, ORANGE))

@@ -120,7 +120,8 @@ def _policies(model: ModelSpec, workload: Workload, levels: Sequence[SaveLevel],
     )  # fmt: skip
     yield uniform_policy(
         model, workload, micro_batch_rows=rows, groups=(MICRO_BATCHES,), save_level=levels[-1],
-        weights="host", optimizer="host", head_chunk_tokens=chunk,
+        weights="host", optimizer="host", activations="host" if levels[-1] == "input" else "device",
+        head_chunk_tokens=chunk,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 
 from executor.layer import Documents
 from executor.out_of_memory import first_line
-from executor.store import BlockLayout, BlockState, HostStore, Plane, cuda_pinning, plane_dtype
+from executor.store import BlockLayout, BlockState, HostRegion, HostStore, Plane, cuda_pinning, plane_dtype
 from simulator.errors import OutOfMemory
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
@@ -42,6 +42,7 @@ class Memory:
         self.gradient_format = policy.gradient_format
         self.passing: dict[str, Any] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors_on_host: dict[str, torch.Tensor] = {}  # activations that wait
         self._device_states: dict[str, dict[Plane, torch.Tensor]] = {}  # by buffer
         self.host = HostStore(
             model,
@@ -50,6 +51,19 @@ class Memory:
             gradient_format=self.gradient_format,
             pinning=cuda_pinning() if device.type == "cuda" else None,
         )
+        self._input_shape = (policy.micro_batch_rows, workload.sequence_length, model.hidden_size)
+        places = [buffer for buffer in buffers.values() if buffer.role is Role.ACTIVATION]
+        self._waiting = HostRegion(
+            sum(place.num_bytes for place in places),
+            what="activations that wait on the host",
+            pinning=cuda_pinning() if device.type == "cuda" else None,
+        )
+        compute_dtype = plane_dtype("weights", self.precision, self.gradient_format)
+        assert compute_dtype is not None
+        offset = 0
+        for place in places:
+            self._tensors_on_host[place.name] = self._waiting.tensor(offset, self._input_shape, compute_dtype)
+            offset += place.num_bytes
         for buffer in buffers.values():
             if buffer.persistent:
                 self._allocate(buffer)
@@ -71,7 +85,7 @@ class Memory:
 
     def _allocate(self, buffer: Buffer) -> None:
         if buffer.tier is Tier.HOST:
-            return  # in the host store, or one of the scalars
+            return  # in the host store, among what waits, or one of the scalars
         if buffer.role in (Role.STATE, Role.STATE_SLOT):
             dtypes = {plane: plane_dtype(plane, self.precision, self.gradient_format) for plane in STATE_PLANES}
             plane_dtypes = {plane: dtype for plane, dtype in dtypes.items() if dtype is not None}
@@ -89,7 +103,7 @@ class Memory:
 
     def _dtype(self, buffer: Buffer) -> torch.dtype | None:
         match buffer.role:
-            case Role.WEIGHTS | Role.SLOT | Role.UPDATE_SLOT:
+            case Role.WEIGHTS | Role.SLOT | Role.UPDATE_SLOT | Role.STAGE:
                 return plane_dtype("weights", self.precision, self.gradient_format)
             case Role.GRADIENT | Role.SLAB:
                 return plane_dtype("gradient", self.precision, self.gradient_format)
@@ -123,6 +137,12 @@ class Memory:
         num_elements = self.model.block(block).num_elements
         return {plane: values[:num_elements] for plane, values in self._device_states.get(buffer, {}).items()}
 
+    def activation(self, buffer: str) -> torch.Tensor:
+        """A layer's input in its place on the host or in a stage, [rows, sequence, hidden size]."""
+        if buffer in self._tensors_on_host:
+            return self._tensors_on_host[buffer]
+        return self._tensors[buffer].view(self._input_shape)
+
     def state(self, block: int) -> BlockState:
         """The master state of a block at home: what is loaded, saved and exported.
 
@@ -143,11 +163,11 @@ class Memory:
                 self.plane(name, block).copy_(self.host.plane(block, "weights"))
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Bytes allocated for blocks, by tier: to compare with the program's table."""
+        """Bytes allocated for blocks and for what waits, by tier: to compare with the program's table."""
         device = [*self._tensors.values(), *(t for planes in self._device_states.values() for t in planes.values())]
         return {
             "device": sum(tensor.numel() * tensor.itemsize for tensor in device),
-            "host": self.host.bytes.resident,
+            "host": self.host.bytes.resident + self._waiting.num_bytes,
         }
 
     def device_bytes(self) -> int:
@@ -162,9 +182,7 @@ class Memory:
                 tensors = [value] if isinstance(value, torch.Tensor) else itertools.chain(*value.by_kind.values())
                 storages |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
             else:
-                held += value.kept_bytes() - (
-                    value.hidden.untyped_storage().nbytes() if value.hidden is not None else 0
-                )
+                held += value.bytes_beside_hidden()
         return self.persistent_bytes()["device"] + held + sum(storages.values())
 
     def close(self) -> None:
@@ -172,7 +190,9 @@ class Memory:
         self.passing.clear()
         self._tensors.clear()
         self._device_states.clear()
+        self._tensors_on_host.clear()
         self.host.close()
+        self._waiting.close()
 
 
 def block_state(weights: torch.Tensor, planes: Mapping[Plane, torch.Tensor]) -> BlockState:

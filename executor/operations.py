@@ -14,6 +14,7 @@ from executor.gradients import accumulate, finish_gradient
 from executor.head import HeadTemplate
 from executor.layer import LayerTemplates, tensor_views
 from executor.memory import Memory, block_state
+from executor.saved import SavedLayer
 from executor.store import plane_dtype, tensor_view
 from simulator.model import ModelSpec
 from simulator.policy import Policy, SaveLevel
@@ -73,6 +74,8 @@ class Operations:
             Kind.LOAD_STATE: self.copy_state,
             Kind.STORE_STATE: self.copy_state,
             Kind.STORE_WEIGHTS: self.copy_weights,
+            Kind.STORE_ACTIVATION: self.store_activation,
+            Kind.LOAD_ACTIVATION: self.load_activation,
             Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
             Kind.REPORT: self.report,
@@ -115,8 +118,9 @@ class Operations:
         block, m, passing = operation.block, operation.micro_batch, self.memory.passing
         weights = self.memory.plane(operation.source("weights"), block)
         passing[f"hidden.{block + 1}.{m}"], _ = self.templates.forward(
-            block, weights, passing[f"hidden.{block}.{m}"], "input", passing.get(f"batch.{m}")
+            block, weights, self._layer_input(operation), "input", passing.get(f"batch.{m}")
         )
+        self._release(operation)
 
     def loss(self, operation: Operation) -> None:
         memory, block, m = self.memory, operation.block, operation.micro_batch
@@ -165,8 +169,11 @@ class Operations:
             assert accumulator is not None, "a frozen embedding has no backward"
             self.templates.embed_backward(memory.tokens[0, m], upstream, accumulator, documents, first=operation.first)
         else:
-            hidden = passing.pop(f"hidden.{block}.{m}")
+            hidden = self._layer_input(operation)
+            passing.pop(f"hidden.{block}.{m}", None)
             kept = passing.pop(f"saved.{block}.{m}", hidden)
+            if self._waited(operation) and isinstance(kept, SavedLayer):
+                kept.take_hidden_back(hidden)
             del hidden  # what was kept holds it, and lets go of it as the backward proceeds
             weights = memory.plane(operation.source("weights"), block)
             views: list[torch.Tensor] = []
@@ -208,6 +215,17 @@ class Operations:
         source = self.memory.state_planes(operation.source("state"), block)
         for plane, values in self.memory.state_planes(operation.target("state"), block).items():
             values.copy_(source[plane], non_blocking=True)
+
+    def store_activation(self, operation: Operation) -> None:
+        passing, hidden = self.memory.passing, f"hidden.{operation.block}.{operation.micro_batch}"
+        self.memory.activation(operation.target(hidden)).copy_(passing[hidden], non_blocking=True)
+        # From here on `passing` alone holds the input, until the operation that releases it.
+        passing[f"saved.{operation.block}.{operation.micro_batch}"].let_go_of_hidden()
+
+    def load_activation(self, operation: Operation) -> None:
+        hidden = f"hidden.{operation.block}.{operation.micro_batch}"
+        source = self.memory.activation(operation.source(hidden))
+        self.memory.activation(operation.target(hidden)).copy_(source, non_blocking=True)
 
     def clip(self, operation: Operation) -> None:
         memory, clipping = self.memory, self.policy.clipping
@@ -258,6 +276,18 @@ class Operations:
         if not self.model.block(operation.block).trained:
             return None
         return self.memory.plane(operation.target("gradient_sum"), operation.block)
+
+    def _layer_input(self, operation: Operation) -> torch.Tensor:
+        """A layer's input, [rows, sequence, hidden size]: from the stage that it came back into, if it has waited."""
+        hidden = f"hidden.{operation.block}.{operation.micro_batch}"
+        if self._waited(operation):
+            return self.memory.activation(operation.source(hidden))
+        return cast(torch.Tensor, self.memory.passing[hidden])
+
+    def _waited(self, operation: Operation) -> bool:
+        """Whether the layer's input has waited on the host."""
+        hidden = f"hidden.{operation.block}.{operation.micro_batch}"
+        return operation.source(hidden) != hidden
 
     def _release(self, operation: Operation) -> None:
         for name in operation.releases:

@@ -2,7 +2,8 @@
 
 Weights may leave their memory between a layer's forward and its backward: their slot is given to another layer, and
 they come back elsewhere. So a saved tensor that lies in the weights' memory is remembered as (offset, shape, stride)
-and read, in the backward, from the weights that are bound then. Everything else is kept as it is and handed over once.
+and read, in the backward, from the weights that are bound then. So is a view of the layer's input, once that leaves to
+wait on the host. Everything else is kept as it is and handed over once.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,14 @@ class WeightView(NamedTuple):
     stride: tuple[int, ...]
 
 
+class InputView(NamedTuple):
+    """A saved tensor that is a view of the layer's input, which is elsewhere; `offset` counts its elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 class SavedTensors:
     """The tensors one autograd graph saved, and where the graph finds its weights.
 
@@ -37,7 +46,7 @@ class SavedTensors:
         self._weights_end = self._weights_start + flat.numel() * flat.element_size()
         self._dtype = flat.dtype
         self._constants = {constant.untyped_storage().data_ptr() for constant in constants}
-        self._tensors: list[Tensor | None] = []
+        self._tensors: list[Tensor | InputView | None] = []
         self._bound: Tensor | None = None
 
     def hooks(self) -> saved_tensors_hooks:
@@ -54,8 +63,23 @@ class SavedTensors:
 
     def tensors(self) -> list[Tensor]:
         """What is kept, without weights and without the constants all layers share."""
-        kept = [tensor for tensor in self._tensors if tensor is not None]
+        kept = [tensor for tensor in self._tensors if isinstance(tensor, Tensor)]
         return [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in self._constants]
+
+    def let_go_of(self, hidden: Tensor) -> None:
+        """Keep views of the layer's input by their place in it, so that its memory may be given away."""
+        storage = hidden.untyped_storage().data_ptr()
+        for index, tensor in enumerate(self._tensors):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() == storage:
+                assert tensor.dtype == hidden.dtype, "a layer's input was saved as a view of another dtype"
+                offset = (tensor.data_ptr() - hidden.data_ptr()) // tensor.element_size()
+                self._tensors[index] = InputView(offset, tuple(tensor.shape), tuple(tensor.stride()))
+
+    def take_back(self, hidden: Tensor) -> None:
+        """Give the memory that holds the layer's input now, laid out as it was."""
+        for index, view in enumerate(self._tensors):
+            if isinstance(view, InputView):
+                self._tensors[index] = hidden.as_strided(view.shape, view.stride, hidden.storage_offset() + view.offset)
 
     def _pack(self, tensor: Tensor) -> WeightView | int:
         if self._weights_start <= tensor.data_ptr() < self._weights_end:
@@ -73,6 +97,8 @@ class SavedTensors:
             return self._bound.as_strided(packed.shape, packed.stride, self._bound.storage_offset() + packed.offset)
         tensor = self._tensors[packed]
         assert tensor is not None, "a saved tensor was read twice"
+        if isinstance(tensor, InputView):
+            raise ProgramError("a layer's backward ran before its input had come back")
         # Compiled backwards write into what they are given, and memory is free as soon as its reader is done.
         self._tensors[packed] = None
         return tensor
@@ -101,6 +127,25 @@ class SavedLayer:
     @property
     def has_graph(self) -> bool:
         return self._output is not None
+
+    def let_go_of_hidden(self) -> None:
+        """Keep no reference to the input's memory: it waits elsewhere until `take_hidden_back`."""
+        assert self.hidden is not None, "a layer's saved input was used already"
+        assert self.hidden.is_contiguous(), "a layer's input has gaps and cannot be copied as it lies"
+        if self._tensors is None:
+            self.hidden = None
+            return
+        self._tensors.let_go_of(self.hidden)
+        # The graph refers to this very tensor, so it stays, without its memory.
+        self.hidden.data = self.hidden.data.new_empty(0)
+
+    def take_hidden_back(self, hidden: Tensor) -> None:
+        """Give the input again, bit for bit and contiguous, in any memory."""
+        if self._tensors is None or self.hidden is None:
+            self.hidden = hidden
+            return
+        self._tensors.take_back(hidden)
+        self.hidden.data = hidden
 
     def take_hidden(self) -> Tensor:
         """The layer's input, once: for a level that kept nothing else."""
@@ -135,10 +180,13 @@ class SavedLayer:
 
     def kept_bytes(self) -> int:
         """Bytes this object keeps alive: its input, and each storage once; no weights, no rotary tables."""
-        hidden, tensors = self.hidden, [] if self._tensors is None else self._tensors.tensors()
+        hidden = self.hidden
+        return self.bytes_beside_hidden() + (0 if hidden is None else hidden.numel() * hidden.element_size())
+
+    def bytes_beside_hidden(self) -> int:
+        """The same without the input, which may be a part of a larger buffer of the caller's."""
+        tensors = [] if self._tensors is None else self._tensors.tensors()
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        if hidden is None:
-            return sum(storages.values())
-        # The input may be a part of a larger buffer of the caller's.
-        storages.pop(hidden.untyped_storage().data_ptr(), None)
-        return hidden.numel() * hidden.element_size() + sum(storages.values())
+        if self.hidden is not None:
+            storages.pop(self.hidden.untyped_storage().data_ptr(), None)
+        return sum(storages.values())

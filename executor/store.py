@@ -6,6 +6,7 @@ with CUDA.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import resource
@@ -170,13 +171,7 @@ class HostStore:
     ) -> None:
         assert len(layouts) == model.num_blocks
         planned = planned_bytes(model, layouts, precision=precision, gradient_format=gradient_format)
-        free = host_memory_available_bytes()
-        if planned.resident > free:
-            raise OutOfMemory(
-                f"host memory short by {format_bytes(planned.resident - free)}: the training state needs "
-                f"{planned.resident} bytes ({format_bytes(planned.resident)}), {format_bytes(free)} are free; end "
-                "other programs, or plan again with a lower --host-memory"
-            )
+        _check_free(planned.resident, "the training state needs")
         self.bytes = planned if pinning else HostBytes(planned.resident, 0)
         self._unpin: Callable[[], object] | None = None
         self._planes: list[dict[Plane, torch.Tensor]] = []
@@ -229,6 +224,51 @@ class HostStore:
         if self._unpin:
             self._unpin()
         self._planes = []
+
+
+class HostRegion:
+    """Zeroed host memory of `num_bytes` in whole pages, resident, and pinned where `pinning` is given.
+
+    It is unmapped when the last tensor that views it is gone; `close` ends the registration. `what` says for errors
+    what it holds. Raises OutOfMemory as `HostStore` does.
+    """
+
+    def __init__(self, num_bytes: int, *, what: str, pinning: Pinning | None) -> None:
+        self.num_bytes = _whole_pages(num_bytes)
+        self._unpin: Callable[[], object] | None = None
+        if not num_bytes:
+            return
+        _check_free(self.num_bytes, f"{what} need")
+        self._region = _map_region(self.num_bytes)
+        whole = torch.frombuffer(self._region, dtype=torch.uint8)
+        _touch([whole])
+        if pinning:
+            registered: list[int] = []
+            self._unpin = weakref.finalize(self, _unregister, pinning, registered)
+            try:
+                _register(pinning, [(whole.data_ptr(), self.num_bytes)], registered)
+            except OutOfMemory:
+                self._unpin()
+                raise
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that begins `offset` bytes into the region, with a storage of its own."""
+        return torch.frombuffer(self._region, dtype=dtype, offset=offset, count=math.prod(shape)).view(*shape)
+
+    def close(self) -> None:
+        """Unpin; tensors still held elsewhere stay valid, unpinned. May be called twice."""
+        if self._unpin:
+            self._unpin()
+
+
+def _check_free(num_bytes: int, needed: str) -> None:
+    free = host_memory_available_bytes()
+    if num_bytes > free:
+        raise OutOfMemory(
+            f"host memory short by {format_bytes(num_bytes - free)}: {needed} {num_bytes} bytes "
+            f"({format_bytes(num_bytes)}), {format_bytes(free)} are free; end other programs, or plan again with a "
+            "lower --host-memory"
+        )
 
 
 def _plane_bytes(

@@ -7,7 +7,7 @@ ours: a baseline says what a system's placement is worth, not how its code perfo
 from collections.abc import Iterator
 
 from planner.branch import Search
-from planner.coefficients import Outline
+from planner.coefficients import Keeping, Outline
 from planner.formulation import Formulation
 from planner.layout import lay_out
 from planner.memory_rows import GB
@@ -15,7 +15,6 @@ from planner.outlines import micro_batch_sizes
 from planner.plan import Baseline
 from planner.problem import Problem
 from planner.variables import Decisions, admissible
-from simulator.policy import SaveLevel
 from simulator.units import format_bytes
 
 # The interval that fits MegaTrain's published device peaks: 47.1 GiB by formula, 46.9 published, at 96 x 1,024 tokens.
@@ -50,7 +49,7 @@ def _streamed(problem: Problem, outlines: list[Outline]) -> Baseline:
     The micro-batch is the fastest that fits.
     """
     layers = {kind: len(blocks) for kind, blocks in problem.coefficients(outlines[0]).kinds.items()}
-    levels: dict[tuple[int, SaveLevel], int] = {(kind, "input"): number for kind, number in layers.items()}
+    levels: dict[tuple[int, Keeping], int] = {(kind, "input"): number for kind, number in layers.items()}
     return _fastest(problem, outlines, Decisions(levels, layers, True, True, layers, min(2, problem.model.num_layers)))
 
 
@@ -62,7 +61,7 @@ def _all_on_device(problem: Problem, *, solver: bool, gap: float) -> Baseline:
     if found is not None:
         return Baseline(policy=found.policy, prediction=found.figures)
     layers = {kind: len(blocks) for kind, blocks in problem.coefficients(outlines[0]).kinds.items()}
-    levels: dict[tuple[int, SaveLevel], int] = {(kind, "input"): number for kind, number in layers.items()}
+    levels: dict[tuple[int, Keeping], int] = {(kind, "input"): number for kind, number in layers.items()}
     return _fastest(problem, outlines, Decisions(levels, {}, False, False, {}, 0))
 
 

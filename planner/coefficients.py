@@ -7,7 +7,7 @@ bytes are data there. Prices come from the simulator's Pricing and sizes from it
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
@@ -27,6 +27,16 @@ from simulator.program import Buffer, Kind, Operation, Resource, Role, Tier
 from simulator.replay import Price, Sharing
 
 GRADIENT_SLABS = 2
+
+# How a layer keeps what its backward needs: a save level, whose activations wait on the device or on the host.
+Keeping = SaveLevel | Literal["input_on_host"]
+# Of those on the host, the save level.
+ON_HOST: dict[Keeping, SaveLevel] = {"input_on_host": "input"}
+
+
+def save_level(keeping: Keeping) -> SaveLevel:
+    """The save level of a way to keep."""
+    return ON_HOST.get(keeping) or cast(SaveLevel, keeping)
 
 
 class Outline(NamedTuple):
@@ -93,8 +103,8 @@ class Coefficients:
     model: ModelSpec
     workload: Workload
     outline: Outline
-    levels: tuple[SaveLevel, ...]
-    level_costs: Mapping[tuple[int, SaveLevel], LevelCosts]  # by layer kind
+    levels: tuple[Keeping, ...]
+    level_costs: Mapping[tuple[int, Keeping], LevelCosts]  # by layer kind
     recompute_seconds: Mapping[int, float]  # by layer kind
     block_costs: tuple[BlockCosts, ...]
     embed: Price
@@ -103,6 +113,8 @@ class Coefficients:
     clip_seconds: float  # the one clip factor of a step: 0 where each block has its own
     report_seconds: float
     load_batch: Price
+    store_activation: Price  # one layer's input of one micro-batch, of the kind that is measured fastest
+    load_activation: Price
     memory: "MemoryTable"
     sharing: Sharing
 
@@ -148,6 +160,16 @@ class Coefficients:
         tokens = self.outline.micro_batch_rows * self.workload.sequence_length
         return tokens * self.model.hidden_size * PRECISIONS[self.workload.precision].weight
 
+    def waiting_bytes(self, key: tuple[int, Keeping]) -> int:
+        """What one micro-batch leaves on the device between a layer's forward and its backward."""
+        return 0 if key[1] in ON_HOST else self.hidden_bytes + self.level_costs[key].kept_bytes
+
+    @cached_property
+    def checkpoints(self) -> dict[int, list[int]]:
+        """Layers whose input is kept, by kind."""
+        layers = self.model.backward_layers[:: self.outline.checkpoint_interval]
+        return {kind: [layer for layer in layers if layer in of_kind] for kind, of_kind in self.kinds.items()}
+
     @property
     def micro_batch_bytes(self) -> int:
         return micro_batch_bytes(self.model, self.workload, self.outline.micro_batch_rows)
@@ -174,7 +196,7 @@ class Coefficients:
         layers += sum(self.recompute_seconds[self.model.kind_of_block[layer]] for layer in self.recomputed_layers())
         return self.fixed_compute_seconds + self.outline.num_micro_batches * layers
 
-    def _pass_seconds(self, kind: int, level: SaveLevel) -> float:
+    def _pass_seconds(self, kind: int, level: Keeping) -> float:
         costs = self.level_costs[kind, level]
         return costs.forward_seconds + costs.backward_seconds
 
@@ -187,12 +209,12 @@ def base_policy(
     host: frozenset[int] = frozenset(),
     streamed: frozenset[int] = frozenset(),
     by_link: frozenset[int] = frozenset(),
-    levels: Mapping[int, SaveLevel] | None = None,
+    levels: Mapping[int, Keeping] | None = None,
     prefetch_depth: int = 1,
     state_slots: int = MIN_STATE_SLOTS,
     state_pace: int = 1,
 ) -> Policy:
-    """The policy of an outline with given homes; levels by layer, 'input' where none is named.
+    """The policy of an outline with given homes; ways to keep by layer, 'input' where none is named.
 
     `host` are updated there, of `by_link` the state streams, of `streamed` the weights. Of frozen blocks only those
     leave the device that stream.
@@ -204,14 +226,15 @@ def base_policy(
     weights: list[Home] = ["host" if block in streamed else "device" for block in range(model.num_blocks)]
     gradients: list[Home] = ["host" if block in host else "device" for block in range(model.num_blocks)]
     tokens = outline.micro_batch_rows * workload.sequence_length
+    keeping: list[Keeping] = [(levels or {}).get(layer, "input") for layer in model.layers]
     return Policy(
         micro_batch_rows=outline.micro_batch_rows,
         groups=outline.groups,
         weight_homes=tuple(weights),
         prefetch_depth=prefetch_depth,
-        save_levels=tuple((levels or {}).get(layer, "input") for layer in model.layers),
+        save_levels=tuple(save_level(how) for how in keeping),
         checkpoint_interval=outline.checkpoint_interval,
-        activation_homes=("device",) * model.num_layers,
+        activation_homes=tuple("host" if how in ON_HOST else "device" for how in keeping),
         gradient_homes=tuple(gradients),
         gradient_slabs=GRADIENT_SLABS,
         optimizer_homes=tuple(homes),
@@ -224,20 +247,20 @@ def base_policy(
     )
 
 
-def allowed_levels(
-    workload: Workload, outline: Outline, measured: frozenset[str] = frozenset()
-) -> tuple[SaveLevel, ...]:
-    """Save levels that a layer may take: all six compiled, the two ends eager; with sparse checkpoints only 'input'.
+def allowed_levels(workload: Workload, outline: Outline, measured: frozenset[str] = frozenset()) -> tuple[Keeping, ...]:
+    """Ways to keep that a layer may take: all six levels compiled, the two ends eager; with sparse checkpoints 'input'.
+
+    What 'input' keeps may wait on the host.
 
     Where both ends were `measured`, those that were not are left out: a roofline among measured prices would win or
     lose by its own error. A table with fewer comes from runs, which tell nothing of the levels they did not use.
     """
     if outline.checkpoint_interval > 1:
-        return ("input",)
+        return ("input", "input_on_host")
     levels: tuple[SaveLevel, ...] = tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
     if measured >= {levels[0], levels[-1]}:
-        return tuple(level for level in levels if level in measured)
-    return levels
+        levels = tuple(level for level in levels if level in measured)
+    return (*levels, *(how for how, level in ON_HOST.items() if level in levels))
 
 
 class MemoryTable(NamedTuple):
@@ -291,6 +314,11 @@ class CoefficientTable:
         own_clips = self.workload.clipping != "global"
         blocks = {kind: _block_costs(prices, model, block, own_clips) for kind, block in self._first_of_kind.items()}
         nothing = Price(0.0)
+
+        def fastest(kind: Kind, resource: Resource) -> Price:
+            copies = [_price(prices, kind, self._first_of_kind[layer], "input", resource) for layer in layer_kinds]
+            return min(copies, key=lambda price: price.seconds)
+
         return Coefficients(
             model=model,
             workload=self.workload,
@@ -311,6 +339,8 @@ class CoefficientTable:
             clip_seconds=0.0 if own_clips else _price(prices, Kind.CLIP).seconds,
             report_seconds=_price(prices, Kind.REPORT).seconds,
             load_batch=_price(prices, Kind.LOAD_BATCH, resource=Resource.H2D),
+            store_activation=fastest(Kind.STORE_ACTIVATION, Resource.D2H),
+            load_activation=fastest(Kind.LOAD_ACTIVATION, Resource.H2D),
             memory=self._memory_table(outline),
             sharing=prices.sharing,
         )
@@ -374,7 +404,8 @@ def _price(
     return replace(price, dram_bytes=min(price.dram_bytes, price.seconds * prices.sharing.dram_bytes_per_second))
 
 
-def _level_costs(prices: Prices, model: ModelSpec, block: int, level: SaveLevel) -> LevelCosts:
+def _level_costs(prices: Prices, model: ModelSpec, block: int, keeping: Keeping) -> LevelCosts:
+    level = save_level(keeping)
     if model.block(block).forward_only:
         forward = _price(prices, Kind.FORWARD, block, "input")
         return LevelCosts(forward.seconds, 0.0, 0, forward.transient_bytes, 0)

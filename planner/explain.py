@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.plan import Plan
+from simulator.activations import waiting_layers
 from simulator.placement import place
 from simulator.policy import Policy
 from simulator.predict import StepFigures, host_process_bytes
@@ -28,6 +29,8 @@ _HOLDS = {
     Role.SLAB: "slabs for leaving gradients",
     Role.STATE_SLOT: "slots for streamed states",
     Role.UPDATE_SLOT: "slots for weights in their update",
+    Role.ACTIVATION: "layer inputs that wait",
+    Role.STAGE: "stages for returning layer inputs",
     Role.BATCH: "batches",
     Role.SCALARS: "scalars",
 }
@@ -113,11 +116,23 @@ def _decisions(plan: Plan) -> Table:
         rows.append(("prefetch", f"{policy.prefetch_depth} layers ahead"))
     if "streamed" in policy.optimizer_homes:
         rows.append(("state slots", f"{policy.state_slots} layers' state on the device at a time"))
+    if waiting_layers(plan.model, policy):
+        rows.append(("layer inputs wait", _runs(_waits(plan, on), "{}", first=1)))
     if policy.checkpoint_interval > 1:
         rows.append(("layer inputs", f"every {policy.checkpoint_interval}th is kept"))
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _waits(plan: Plan, on: dict[str, str]) -> list[str]:
+    """Where each layer's input waits for the backward."""
+    policy, lowest, waiting = plan.policy, plan.model.backward_layers[0], waiting_layers(plan.model, plan.policy)
+    kept = ["recomputed" if layer >= lowest else "not kept" for layer in plan.model.layers]
+    for layer in plan.model.layers:
+        if policy.kept_input(layer, lowest):
+            kept[layer - 1] = on["host" if layer in waiting else "device"]
+    return kept
 
 
 def _updated(plan: Plan, on: dict[str, str]) -> list[str]:

@@ -25,26 +25,26 @@ class Formulation:
         self.memory = add_memory(self.mip, coefficients, variables, budget)
         self.limits = [row for row in self.mip.rows if row.title in MEMORY_LIMITS]
         self.step = add_time(self.mip, coefficients, variables)
-        # A tie is broken for the device: fewer host updates, less streamed, fewer slots.
+        # A tie is broken for the device: fewer host updates, less streamed, fewer slots, no input away.
         model = coefficients.model
         weight = 1e-6 * coefficients.quick_bound_seconds() / (3 * model.num_blocks)
-        moved = [variables.num_host, variables.num_link, variables.num_streamed]
+        moved = [variables.num_host, variables.num_link, variables.num_streamed, variables.num_waiting]
         preferred = total([*moved, variables.embedding, variables.head])
         slots = variables.slots + variables.state_slots
         self.mip.objective = total([self.step, weight * preferred, 0.1 * weight * slots])
         # The most that the objective lies above the step.
         most_slots = MAX_SLOTS + MAX_STATE_SLOTS
-        self.tie_break_seconds = weight * (model.num_blocks + model.num_layers + 0.1 * most_slots)
+        self.tie_break_seconds = weight * (model.num_blocks + 2 * model.num_layers + 0.1 * most_slots)
 
     def evaluate(self, decisions: Decisions) -> dict[str, float]:
         """All variables at their least for given decisions."""
         return self.mip.evaluate(self.variables.chosen(decisions))
 
     def keep_on_device(self) -> None:
-        """Allow no host optimizer and no streaming."""
+        """Allow no host optimizer, no streaming and no input that waits on the host."""
         v = self.variables
-        moved = v.num_host + v.num_link + v.embedding + v.head + v.num_streamed
-        self.mip.at_most("everything on the device", moved, 0.0)
+        away = total([v.num_host, v.num_link, v.embedding, v.head, v.num_streamed, v.num_waiting])
+        self.mip.at_most("everything on the device", away, 0.0)
         self.limits.append(self.mip.rows[-1])
 
     def keep_states_at_home(self) -> None:

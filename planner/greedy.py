@@ -4,6 +4,7 @@ It minimises what a plan is over its limits first, then the relaxed step. It fin
 proves nothing; its plans are replayed like all others.
 """
 
+from planner.coefficients import ON_HOST
 from planner.formulation import Formulation
 from planner.neighbours import neighbours
 from planner.variables import Decisions, admissible
@@ -25,7 +26,8 @@ def promise(formulation: Formulation) -> tuple[float, float]:
 def _starts(formulation: Formulation) -> list[Decisions]:
     """Everything on the device and everything on the host, each with the least kept."""
     c = formulation.coefficients
-    levels = {(kind, c.levels[-1]): len(layers) for kind, layers in c.kinds.items()}
+    least = [level for level in c.levels if level not in ON_HOST][-1]
+    levels = {(kind, least): len(layers) for kind, layers in c.kinds.items()}
     everywhere = {kind: len(layers) for kind, layers in c.kinds.items()}
     starts = (
         Decisions(levels, {}, False, False, {}, 0),

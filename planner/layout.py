@@ -1,6 +1,7 @@
 """Layouts: which layers take what, once the program has decided how many.
 
 Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive.
+Of equals those whose inputs wait on the host lie lowest, where an input waits longest.
 Host optimizers lie at the top, where an update has most time before its layer's next forward; below them the layers
 whose state streams, which has the link to itself until then. Layers with streamed weights lie
 evenly among the host-updated ones, at their top or at their bottom: which is best, the replay tells.
@@ -11,10 +12,10 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Literal, TypeVar
 
-from planner.coefficients import Coefficients, base_policy
+from planner.coefficients import ON_HOST, Coefficients, Keeping, base_policy
 from planner.variables import Decisions
 from simulator.model import ModelSpec
-from simulator.policy import Policy, SaveLevel
+from simulator.policy import Policy
 
 Value = TypeVar("Value")
 
@@ -67,16 +68,23 @@ def _state_pace(c: Coefficients) -> int:
     return min(max(1, math.ceil(load / c.sharing.duplex / forward)), c.model.num_layers) if forward else 1
 
 
-def _levels(c: Coefficients, decisions: Decisions) -> dict[int, SaveLevel]:
-    found: dict[int, SaveLevel] = {}
+def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:
+    found: dict[int, Keeping] = {}
     for kind, layers in c.kinds.items():
-        ordered = sorted(c.levels, key=lambda level: -c.level_costs[kind, level].backward_transient_bytes)
+        ordered = sorted(
+            c.levels, key=lambda level: (-c.level_costs[kind, level].backward_transient_bytes, level not in ON_HOST)
+        )
         in_order = [level for level in ordered for _ in range(decisions.levels.get((kind, level), 0))]
+        if c.outline.checkpoint_interval > 1:
+            # The lowest layers that keep an input at all.
+            layers = sorted(layers, key=lambda layer: (layer not in c.checkpoints[kind], layer))
         found |= dict(zip(layers, in_order, strict=True))
+    if c.outline.checkpoint_interval > 1:
+        return found
     return found if len(c.kinds) == 1 else _with_lower_peak(c, found)
 
 
-def _with_lower_peak(c: Coefficients, levels: dict[int, SaveLevel]) -> dict[int, SaveLevel]:
+def _with_lower_peak(c: Coefficients, levels: dict[int, Keeping]) -> dict[int, Keeping]:
     """Where kinds alternate, each kind's own order is not the best: exchange levels while that lowers the peak."""
     peak = _passing_peak(c, levels)
     pairs = [pair for layers in c.kinds.values() for pair in combinations(layers, 2)]
@@ -91,13 +99,13 @@ def _with_lower_peak(c: Coefficients, levels: dict[int, SaveLevel]) -> dict[int,
     return levels
 
 
-def _passing_peak(c: Coefficients, levels: dict[int, SaveLevel]) -> int:
+def _passing_peak(c: Coefficients, levels: dict[int, Keeping]) -> int:
     """Bytes at the worst backward, but for what all layouts share."""
     alive = peak = 0
     for layer in c.model.layers:
         costs = c.level_costs[c.model.kind_of_block[layer], levels[layer]]
         if layer in c.model.backward_layers:
-            alive += max(c.outline.groups) * (c.hidden_bytes + costs.kept_bytes)
+            alive += max(c.outline.groups) * c.waiting_bytes((c.model.kind_of_block[layer], levels[layer]))
         peak = max(peak, alive + costs.backward_transient_bytes)
     return peak
 
@@ -115,18 +123,19 @@ _CHOICES: dict[Streams, Callable[[list[int], int], list[int]]] = {
 
 
 def swaps(model: ModelSpec, policy: Policy) -> Iterator[Policy]:
-    """Policies in which two layers exchange their save level, or all homes, or only whether they stream."""
+    """Policies in which two layers exchange how they keep, or all other homes, or only whether they stream."""
     for lower, upper in combinations(model.layers, 2):
         below, above = model.block(lower), model.block(upper)
         if below.forward_only != above.forward_only or below.trained != above.trained:
             continue  # they do not decide about the same things
         levels = _exchanged(policy.save_levels, lower - 1, upper - 1)
+        activations = _exchanged(policy.activation_homes, lower - 1, upper - 1)
         weights = _exchanged(policy.weight_homes, lower, upper)
         optimizers = _exchanged(policy.optimizer_homes, lower, upper)
         gradients = _exchanged(policy.gradient_homes, lower, upper)
         homes = {"weight_homes": weights, "optimizer_homes": optimizers, "gradient_homes": gradients}
-        if levels != policy.save_levels:
-            yield policy.model_copy(update={"save_levels": levels})
+        if levels != policy.save_levels or (activations != policy.activation_homes and policy.checkpoint_interval == 1):
+            yield policy.model_copy(update={"save_levels": levels, "activation_homes": activations})
         if optimizers != policy.optimizer_homes:
             yield policy.model_copy(update=homes)
         elif weights != policy.weight_homes:

@@ -8,10 +8,9 @@ still alive; any other layout takes at least as much.
 
 from dataclasses import dataclass
 
-from planner.coefficients import Coefficients
+from planner.coefficients import ON_HOST, Coefficients, Keeping
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.variables import Variables
-from simulator.policy import SaveLevel
 from simulator.predict import ALLOCATOR_SLACK
 
 GB = 1e9
@@ -54,14 +53,16 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
     persistent = total(num_bytes / GB * count for num_bytes, count in device_share) + memory.device_fixed_bytes / GB
     persistent += memory.slab_bytes / GB * variables.slabs + memory.slot_bytes / GB * variables.slots
     persistent += memory.state_slot_bytes / GB * variables.state_slots
+    persistent += c.hidden_bytes / GB * variables.stages
     passing = mip.quantity("passing_gb")
     if c.outline.checkpoint_interval == 1:
         _add_passing(mip, c, variables, passing)
     else:
-        _add_sparse_passing(mip, c, passing)
+        _add_sparse_passing(mip, c, variables, passing)
     device = persistent + (1 + ALLOCATOR_SLACK) * passing + budget.context_bytes / GB
     host = total(num_bytes / GB * count for num_bytes, count in host_share)
     host += (memory.host_fixed_bytes + budget.host_process_bytes) / GB
+    host += max(c.outline.groups) * c.hidden_bytes / GB * variables.num_waiting
     if budget.shared_memory:
         host += persistent + passing
     for title, used, limit in zip(MEMORY_LIMITS, (device, host), (budget.device_bytes, budget.host_bytes), strict=True):
@@ -75,7 +76,7 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
     # The head's inputs give way to their gradients one by one, so there is one more than micro-batches.
     turn = (group + 1) * hidden + batches
     alive = {
-        key: group * (hidden + c.level_costs[key].kept_bytes / GB) * count
+        key: group * c.waiting_bytes(key) / GB * count
         for key, count in variables.levels.items()
         if key[0] in c.backward_kinds
     }
@@ -91,7 +92,7 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
         transient_bytes = c.level_costs[kind, "input"].forward_transient_bytes
         mip.at_least(f"memory in the forward of kind {kind}", passing, (group + 1) * hidden + transient_bytes / GB)
 
-    used: dict[tuple[int, SaveLevel], Linear] = {}
+    used: dict[tuple[int, Keeping], Linear] = {}
     for key in alive:
         count = variables.levels[key]
         used[key] = mip.indicator(f"used_{key[0]}_{key[1]}")
@@ -100,23 +101,31 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
     for name, fixed in (("backward", turn), ("forward", group * hidden + batches)):
         transient = {key: getattr(c.level_costs[key], f"{name}_transient_bytes") / GB for key in alive}
         below: list[Linear] = []
-        for key in sorted(alive, key=lambda key: -transient[key]):
+        for key in sorted(alive, key=lambda key: (-transient[key], key[1] not in ON_HOST)):
             below.append(alive[key])
             peak = total(below) + (fixed + transient[key]) * used[key]
             mip.at_least(f"memory in the {name} of kind {key[0]} at level {key[1]}", passing, peak)
+            if name == "forward" and key[1] in ON_HOST:
+                # Its inputs, the first outputs, and the input before, which is still leaving.
+                leaving = (group + 1 + min(group - 1, 1)) * hidden + group * c.micro_batch_bytes / GB
+                title = f"memory while inputs of kind {key[0]} leave"
+                mip.at_least(title, passing, (leaving + transient[key]) * used[key])
 
 
-def _add_sparse_passing(mip: MixedIntegerProgram, c: Coefficients, passing: Linear) -> None:
-    """Checkpoints every few layers: a segment's inputs come back together, all else is constant."""
+def _add_sparse_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, passing: Linear) -> None:
+    """Checkpoints every few layers: a segment's inputs come back together, but the first of one that has waited."""
     group, hidden = max(c.outline.groups), c.hidden_bytes / GB
     interval, layers = c.outline.checkpoint_interval, len(c.model.backward_layers)
     segments = [min(interval, layers - start) for start in range(0, layers, interval)]
     costs = [costs for (kind, _), costs in c.level_costs.items() if kind in c.backward_kinds]
     transient = min((cost.backward_transient_bytes for cost in costs), default=0) / GB
-    peak = len(segments) * group * hidden + c.loss.transient_bytes / GB
-    for index, length in enumerate(segments):
-        peak = max(peak, (index + length) * group * hidden + transient)
     turn = (group + 1) * hidden + group * c.micro_batch_bytes / GB
     if not c.edges_trained[0]:
         turn = group * hidden
-    mip.at_least("memory at the loss or in a segment's backward", passing, Linear({}, peak + turn))
+    kept = group * hidden * (len(segments) - variables.num_waiting)
+    mip.at_least("memory at the loss", passing, kept + (c.loss.transient_bytes / GB + turn))
+    highest = max((index + length for index, length in enumerate(segments)), default=0)
+    inputs = group * hidden * (highest - variables.num_waiting)
+    mip.at_least("memory in a segment's backward", passing, inputs + (transient + turn))
+    inside = group * hidden * (max(segments, default=1) - 1)
+    mip.at_least("memory in the backward of a segment whose input waited", passing, inside + (transient + turn))

@@ -12,6 +12,7 @@ takes at least as long as any one resource needs for what must happen within it:
   after another one has been updated and has left.
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
 - Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
+- Inputs that wait on the host: in a piece all but one have left, or all but the stages' come back.
 - Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
 - Host updates run slower beside copies where both ask for more than host DRAM moves (planner/contention.py).
 
@@ -30,6 +31,7 @@ from planner.contention import update_loss
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.state_rows import add_later_states, both_directions
 from planner.variables import Variables
+from simulator.activations import NUM_STAGES
 from simulator.replay import Price
 
 PassName = Literal["forward", "backward"]
@@ -124,11 +126,24 @@ class _TimeRows:
         batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
         first = self.host_sum(lambda costs: costs.load.seconds)
         states = self.link_sum(lambda costs: costs.load_state.seconds)
-        return first + states + self.least(lambda costs: costs.load.seconds) * self.again + batches
+        activations = self.c.outline.num_micro_batches * self.c.load_activation.seconds * self.inputs_back
+        again = self.least(lambda costs: costs.load.seconds) * self.again
+        return first + states + again + batches + activations
 
     @property
     def d2h(self) -> Linear:
-        return self.host_sum(lambda costs: costs.store.seconds) + self.link_sum(lambda costs: costs.store_state.seconds)
+        activations = self.c.outline.num_micro_batches * self.c.store_activation.seconds * self.variables.num_waiting
+        states = self.link_sum(lambda costs: costs.store_state.seconds)
+        return self.host_sum(lambda costs: costs.store.seconds) + states + activations
+
+    @property
+    def inputs_back(self) -> Linear:
+        """How often one micro-batch's inputs come back: where checkpoints are sparse, for the recomputation too."""
+        variables, interval = self.variables, self.c.outline.checkpoint_interval
+        if interval == 1:
+            return variables.num_waiting
+        alone = len(self.c.model.backward_layers) % interval == 1  # the topmost is a segment of its own
+        return 2 * variables.num_waiting - int(alone) * variables.any_waiting
 
     @property
     def host_updates(self) -> Linear:
@@ -179,7 +194,9 @@ class _TimeRows:
             lambda costs: (costs.load_state.dram_bytes + costs.store_state.dram_bytes) / self.dram_rate
         )
         again = self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.again
-        mip.at_least("host DRAM", step, moved + again)
+        waiting = self.c.store_activation.dram_bytes * self.variables.num_waiting
+        waiting += self.c.load_activation.dram_bytes * self.inputs_back
+        mip.at_least("host DRAM", step, moved + again + self.c.outline.num_micro_batches / self.dram_rate * waiting)
 
     # Pieces
 
@@ -221,6 +238,15 @@ class _TimeRows:
         mip.at_least(f"{title}: compute", piece, work + edge + self.slowed * reload)
         mip.at_least(f"{title}: DRAM", piece, reload_dram)
         mip.at_least(f"{title}: loads", piece, reload + self._around_loads(edge, group, name))
+        # An input's copy ends before the next pass begins; inputs come back as stages are free.
+        if name == "forward":
+            leaving = self.c.store_activation.seconds * (group * self.variables.num_waiting - 1)
+            mip.at_least(f"{title}: compute beside leaving inputs", piece, work + edge + self.slowed * leaving)
+            mip.at_least(f"{title}: leaving inputs", piece, leaving + self.both * reload)
+        else:
+            back = self.c.load_activation.seconds * (group * self.inputs_back - NUM_STAGES)
+            mip.at_least(f"{title}: compute beside inputs", piece, work + edge + self.slowed * (reload + back))
+            mip.at_least(f"{title}: inputs", piece, reload + back)
 
     def _around_loads(self, edge: float, group: int, name: PassName) -> Linear:
         """Compute of a piece before its first load and after its last one: a layer's pass each."""

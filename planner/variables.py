@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.coefficients import GRADIENT_SLABS, Coefficients
+from planner.coefficients import GRADIENT_SLABS, ON_HOST, Coefficients, Keeping
 from planner.mip import Linear, MixedIntegerProgram, total
+from simulator.activations import NUM_STAGES, waiting_layers
 from simulator.placement import place
-from simulator.policy import Policy, SaveLevel
+from simulator.policy import Policy
 
 MAX_SLOTS = 6
 MAX_STATE_SLOTS = 8
@@ -19,7 +20,7 @@ class Decisions:
     `link_layers` are updated on the GPU with state that streams through `state_slots`; their weights are resident.
     """
 
-    levels: Mapping[tuple[int, SaveLevel], int]  # by (layer kind, level)
+    levels: Mapping[tuple[int, Keeping], int]  # by (layer kind, level)
     host_layers: Mapping[int, int]  # by layer kind
     host_embedding: bool
     host_head: bool
@@ -39,7 +40,7 @@ class Decisions:
 class Variables:
     """Decisions as expressions, and the quantities that follow from them in all rows."""
 
-    levels: dict[tuple[int, SaveLevel], Linear]
+    levels: dict[tuple[int, Keeping], Linear]
     host_layers: dict[int, Linear]
     num_host: Linear  # layers that are updated there: frozen ones are not
     any_host: dict[int, Linear]  # 1: a layer of the kind is updated on the host
@@ -58,6 +59,9 @@ class Variables:
     state_slots: Linear
     later_states: Linear  # those that no slot holds when updates begin
     any_later_state: Linear
+    num_waiting: Linear  # layers whose kept input waits on the host
+    any_waiting: Linear  # 1: there is one
+    stages: Linear  # buffers that such inputs come back into
 
     def chosen(self, decisions: Decisions) -> dict[str, float]:
         """The decision variables' values."""
@@ -96,14 +100,15 @@ class Variables:
 def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
     """A policy as counts."""
     model = coefficients.model
-    levels: dict[tuple[int, SaveLevel], int] = {}
+    levels: dict[tuple[int, Keeping], int] = {}
+    waiting = set(waiting_layers(model, policy))
     host_layers: dict[int, int] = {}
     streamed: dict[int, int] = {}
     link_layers: dict[int, int] = {}
     for layer in model.layers:
         kind = model.kind_of_block[layer]
-        level = policy.save_levels[layer - 1] if kind in coefficients.backward_kinds else "input"
-        key: tuple[int, SaveLevel] = (kind, level)
+        level: Keeping = policy.save_levels[layer - 1] if kind in coefficients.backward_kinds else "input"
+        key = (kind, "input_on_host" if layer in waiting else level)
         levels[key] = levels.get(key, 0) + 1
         host_layers[kind] = host_layers.get(kind, 0) + (policy.optimizer_homes[layer] == "host")
         streamed[kind] = streamed.get(kind, 0) + (policy.weight_homes[layer] == "host")
@@ -122,7 +127,16 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
 
 
 def admissible(c: Coefficients, decisions: Decisions) -> Decisions:
-    """The decisions without what frozen blocks do not have: optimizers, and levels below the lowest gradient."""
+    """The decisions without what no layer has: a frozen block an optimizer, or a level below the lowest gradient.
+
+    Where checkpoints are sparse, no more inputs wait than are kept.
+    """
+    for kind, kept in c.checkpoints.items():
+        too_many = decisions.levels.get((kind, "input_on_host"), 0) - len(kept)
+        if too_many > 0:
+            inputs = decisions.levels.get((kind, "input"), 0) + too_many
+            changed: dict[tuple[int, Keeping], int] = {(kind, "input_on_host"): len(kept), (kind, "input"): inputs}
+            decisions = replace(decisions, levels={**decisions.levels, **changed})
     if all(c.edges_trained) and c.trained_kinds == c.kinds:
         return decisions
     levels = {key: count for key, count in decisions.levels.items() if key[0] in c.backward_kinds}
@@ -206,6 +220,18 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
     later_states, any_later = mip.quantity("later_states"), mip.indicator("any_later_state")
     mip.at_least("states that come after others", later_states, num_link - state_slots)
     mip.at_least("a state comes after others", any_later, later_states * share)
+    num_waiting = total(count for (_, a), count in levels.items() if a in ON_HOST)
+    for kind, kept in c.checkpoints.items():
+        on_host = total(levels[kind, a] for a in c.levels if a in ON_HOST)
+        mip.at_most(f"layers of kind {kind} that keep an input may have it wait", on_host, len(kept))
+    any_waiting = mip.indicator("any_waiting")
+    mip.at_least("an input waits on the host", any_waiting, num_waiting * share)
+    if c.outline.num_micro_batches > 1:
+        stages = NUM_STAGES * any_waiting
+    else:
+        more_waiting = mip.indicator("two_waiting")
+        mip.at_least("two inputs wait on the host", more_waiting, (num_waiting - 1) * share)
+        stages = any_waiting + (NUM_STAGES - 1) * more_waiting
     return Variables(
         levels,
         host_layers,
@@ -226,4 +252,7 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         state_slots,
         later_states,
         any_later,
+        num_waiting,
+        any_waiting,
+        stages,
     )

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from simulator.activations import hidden_bytes, with_waiting_activations
 from simulator.dependencies import derive_repeated_waits, derive_waits
-from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
 from simulator.placement import Placement, micro_batch_bytes, place
 from simulator.policy import Policy, Workload, check_policy
@@ -72,6 +72,7 @@ def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
             variant: [_knowing_documents(operation, model, placement.lowest) for operation in order]
             for variant, order in orders.items()
         }
+    orders = {variant: with_waiting_activations(order, model, policy) for variant, order in orders.items()}
     programs = derive_waits(orders)
     first, steady, drain = (Program(variant, programs[variant], buffers) for variant in orders)
     return StepProgram(first=first, steady=steady, drain=drain, buffers=buffers)
@@ -353,18 +354,17 @@ def _added(totals: tuple[Access, ...], m: int) -> tuple[Access, ...]:
 
 def _passing_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> dict[str, Buffer]:
     """Buffers that live within a step: batches, layer inputs, what layers save, gradients of layer inputs."""
-    tokens = policy.micro_batch_rows * workload.sequence_length
     rows_bytes = micro_batch_bytes(model, workload, policy.micro_batch_rows)
-    hidden_bytes = tokens * model.hidden_size * PRECISIONS[workload.precision].weight
+    input_bytes = hidden_bytes(model, workload, policy.micro_batch_rows)
     lowest = model.trained_blocks[0]
     found = []
     for m in range(policy.num_micro_batches):
         found.append(Buffer(f"batch.{m}", Tier.DEVICE, Role.BATCH, rows_bytes, -1, m, False))
         for block in range(1, model.num_blocks):
-            found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, hidden_bytes, block, m, False))
+            found.append(Buffer(f"hidden.{block}.{m}", Tier.DEVICE, Role.HIDDEN, input_bytes, block, m, False))
         for block in range(lowest + 1, model.num_blocks):
             found.append(
-                Buffer(f"grad_hidden.{block}.{m}", Tier.DEVICE, Role.GRAD_HIDDEN, hidden_bytes, block, m, False)
+                Buffer(f"grad_hidden.{block}.{m}", Tier.DEVICE, Role.GRAD_HIDDEN, input_bytes, block, m, False)
             )
         for block in model.backward_layers:
             level = policy.save_levels[block - 1]

@@ -75,8 +75,8 @@ def _check_repetition(program: Program) -> None:
     """Sums of gradients depend on the order of micro-batches: they ascend, each once, in every block."""
     last: dict[tuple[Kind, int], Operation] = {}
     for operation in program:
-        if operation.kind is Kind.LOAD_WEIGHTS:
-            continue  # as often as the slots ask for
+        if operation.kind in (Kind.LOAD_WEIGHTS, Kind.LOAD_ACTIVATION):
+            continue  # as often as slots and readers ask for
         before = last.get((operation.kind, operation.block))
         if before is not None and operation.micro_batch <= before.micro_batch:
             raise ProgramError(f"{program.variant}: {operation.name} follows {before.name}")

@@ -85,7 +85,7 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
     parts = [operation.kind.value, block.kind, block.variant]
     if operation.kind in (Kind.BACKWARD, Kind.LOSS):
         parts += _freezing(operation.block, model)
-    if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
+    if operation.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STORE_ACTIVATION, Kind.LOAD_ACTIVATION):
         return ".".join([*parts, *([operation.level] if operation.level else []), tokens])
     if operation.kind is Kind.RECOMPUTE:
         return ".".join(["forward", *parts[1:], "input", tokens])

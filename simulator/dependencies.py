@@ -1,8 +1,9 @@
 """Waits between operations, derived from what they read and write.
 
 The order of a program is the builder's decision; which operations must therefore wait for which is not a decision but
-a consequence: two operations that touch the same buffer, at least one of them writing, run in program order. On one
-resource FIFO order says so already; between resources it takes a wait. Waits that other waits imply are left out.
+a consequence: two operations that touch the same buffer, at least one of them writing or releasing it, run in program
+order. On one resource FIFO order says so already; between resources it takes a wait. Waits that other waits imply are
+left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,9 @@ class _Steps:
         for access in operation.writes:
             conflicts.add(writer.get(access.buffer, -1))
             conflicts.update(readers.get(access.buffer, {}).values())
+        for buffer in operation.releases:  # its memory is another's from here on
+            conflicts.add(writer.get(buffer, -1))
+            conflicts.update(readers.get(buffer, {}).values())
         conflicts.discard(-1)
 
         needed = []
@@ -97,7 +101,7 @@ class _Steps:
         self.last_on[own] = position
         for access in operation.reads:
             readers.setdefault(access.buffer, {})[own] = position
-        for access in operation.writes:
-            writer[access.buffer] = position
-            readers[access.buffer] = {}
+        for buffer in (*(access.buffer for access in operation.writes), *operation.releases):
+            writer[buffer] = position
+            readers[buffer] = {}
         return needed

@@ -5,6 +5,7 @@ The builder reads it to write programs, the executor to allocate, the planner to
 
 from dataclasses import dataclass, field
 
+from simulator.activations import activation_buffers
 from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
@@ -118,6 +119,7 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         add(f"device.slab.{index}", Tier.DEVICE, Role.SLAB, slab_bytes)
         for index in range(min(policy.gradient_slabs, len(through_slabs)))
     )
+    buffers |= {buffer.name: buffer for buffer in activation_buffers(model, workload, policy)}
     for block in model.trained_blocks:
         add(f"device.norm.{block}", Tier.DEVICE, Role.SCALARS, 8, block)
     add("device.loss", Tier.DEVICE, Role.SCALARS, 8)

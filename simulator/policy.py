@@ -124,6 +124,7 @@ def uniform_policy(
     groups: Sequence[int],
     weights: Home = "device",
     save_level: SaveLevel = "keep",
+    activations: Home = "device",
     optimizer: OptimizerHome = "device",
     gradients: Home | None = None,
     prefetch_depth: int = 1,
@@ -150,7 +151,7 @@ def uniform_policy(
         prefetch_depth=prefetch_depth,
         save_levels=(save_level,) * layers,
         checkpoint_interval=checkpoint_interval,
-        activation_homes=("device",) * layers,
+        activation_homes=(activations,) * layers,
         gradient_homes=tuple(gradient if block in trained else weight_homes[block] for block in everywhere),
         gradient_slabs=gradient_slabs,
         optimizer_homes=tuple(optimizers[block] if block in trained else weight_homes[block] for block in everywhere),
@@ -209,8 +210,13 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
             "policy.optimizer_homes: streaming the state of the embedding or the head is not built yet; use 'device' "
             "or 'host'"
         )
-    if "host" in policy.activation_homes:
-        raise UnsupportedChoice("policy.activation_homes: 'host' is not built yet; use 'device'")
+    for layer in model.backward_layers:
+        level = policy.save_levels[layer - 1]
+        if policy.activation_homes[layer - 1] == "host" and level != "input":
+            raise UnsupportedChoice(
+                f"policy.activation_homes: layer {layer}: on the host waits what save level 'input' keeps; what "
+                f"{level!r} keeps beside it is not built yet; use 'device'"
+            )
     if "host" in (policy.weight_homes[0], policy.weight_homes[-1]):
         raise UnsupportedChoice("policy.weight_homes: streaming the embedding or the head is not built yet")
     if not workload.compiled and set(policy.save_levels) - set(EAGER_SAVE_LEVELS):

@@ -62,6 +62,8 @@ class Role(StrEnum):
     ACCUMULATOR = "accumulator"
     GRADIENT = "gradient"
     SLAB = "slab"
+    ACTIVATION = "activation"
+    STAGE = "stage"
     SCALARS = "scalars"
     BATCH = "batch"
     HIDDEN = "hidden"

@@ -4,6 +4,7 @@ The larger of arithmetic and memory time, or their sum where kernels alternate.
 """
 
 from simulator import formulas
+from simulator.activations import hidden_bytes
 from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
 from simulator.hardware import HardwareProfile, LinkDirection
 from simulator.model import ModelSpec
@@ -99,10 +100,18 @@ class Roofline:
                 return self._link_seconds("d2h", elements * state_bytes(precision, self.policy.state_format))
             case Kind.STORE_WEIGHTS:
                 return self._link_seconds("d2h", elements * width.weight)
+            case Kind.LOAD_ACTIVATION:
+                return self._link_seconds("h2d", self._hidden_bytes)
+            case Kind.STORE_ACTIVATION:
+                return self._link_seconds("d2h", self._hidden_bytes)
             case Kind.LOAD_BATCH:
                 return self._link_seconds("h2d", batch_bytes(self.tokens, packed=self.workload.packed) - 8)
             case _:
                 return 4 * launch
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return hidden_bytes(self.model, self.workload, self.policy.micro_batch_rows)
 
     @property
     def _fused_loss(self) -> bool:
@@ -197,6 +206,8 @@ class Roofline:
                 return float(elements * state_bytes(precision, self.policy.state_format))
             case Kind.STORE_GRADIENT:
                 return float(elements * completed)
+            case Kind.LOAD_ACTIVATION | Kind.STORE_ACTIVATION:
+                return float(self._hidden_bytes)
             case Kind.UPDATE if operation.resource is Resource.HOST:
                 return float(elements * (2 * (state_bytes(precision, self.policy.state_format) + weight) + completed))
             case _:

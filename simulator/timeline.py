@@ -28,6 +28,8 @@ WAITING = {
     "load_weights": "waiting for weights",
     "load_batch": "waiting for data",
     "store_gradient": "waiting for gradients",
+    "load_activation": "waiting for activations",
+    "store_activation": "waiting for activations",
     "update": "waiting for updates",
     "load_state": "waiting for updates",
     "store_state": "waiting for updates",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from random import Random
 
-from planner.coefficients import Outline, allowed_levels, base_policy
+from planner.coefficients import ON_HOST, Outline, allowed_levels, base_policy
 from planner.outlines import outlines
 from planner.plan import Limits
 from planner.problem import Problem
@@ -286,7 +286,7 @@ def random_policy(random: Random, case: Case) -> Policy:
     cuts = [0, *sorted(random.sample(range(1, num_micro_batches), random.randint(0, num_micro_batches - 1)))]
     groups = tuple(b - a for a, b in pairwise([*cuts, num_micro_batches]))
     interval = random.choice([1, 1, 1, 2, 3])
-    levels = EAGER_SAVE_LEVELS if not workload.compiled else tuple(SAVE_LEVELS)
+    choices = EAGER_SAVE_LEVELS if not workload.compiled else tuple(SAVE_LEVELS)
     share = random.choice([0.0, 0.5, 1.0])
     homes = [("host" if random.random() < share else "device") for _ in range(model.num_blocks)]
     if model.tied_embeddings:
@@ -299,15 +299,19 @@ def random_policy(random: Random, case: Case) -> Policy:
     for layer in model.layers:
         if weights[layer] == "device" and random.random() < by_link:
             homes[layer], gradients[layer] = "streamed", "device"
+    levels = ["input" if interval > 1 else random.choice(choices) for _ in range(model.num_layers)]
+    waits = random.choice([0.0, 0.0, 0.5, 1.0])
     return Policy.model_validate(
         {
             "micro_batch_rows": rows,
             "groups": groups,
             "weight_homes": weights,
             "prefetch_depth": random.choice([1, 1, 2, 3]),
-            "save_levels": ["input" if interval > 1 else random.choice(levels) for _ in range(model.num_layers)],
+            "save_levels": levels,
             "checkpoint_interval": interval,
-            "activation_homes": ["device"] * model.num_layers,
+            "activation_homes": [
+                "host" if level == "input" and random.random() < waits else "device" for level in levels
+            ],
             "gradient_homes": gradients,
             "optimizer_homes": homes,
             "state_slots": random.choice([2, 2, 3]),
@@ -356,7 +360,11 @@ def every_policy(case: Case) -> Iterator[Policy]:
     model, workload = case.model, case.workload
     for outline in outlines(model, workload):
         joint = product(allowed_levels(workload, outline), ("device", "resident", "streamed"))
+        kept = set(model.backward_layers[:: outline.checkpoint_interval])
         for choice in product(list(joint), repeat=model.num_layers):
+            waiting = {layer for layer, (level, _) in zip(model.layers, choice, strict=True) if level in ON_HOST}
+            if waiting - kept:
+                continue
             for embedding, head in product((False, True), repeat=2):
                 if model.tied_embeddings and embedding != head:
                     continue

@@ -57,7 +57,10 @@ def small_workload(num_micro_batches: int, **changes: Any) -> Workload:
 
 
 def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
-    """A model, a workload and a policy that check_policy accepts: any cut, clipping, format, homes, depth, interval."""
+    """A model, a workload and a policy that check_policy accepts: any cut, clipping, format, homes, depth, interval.
+
+    What level `input` keeps waits on the host in none, some or all of the layers.
+    """
     draw = random.Random(seed)
     num_layers = draw.randint(1, 7)
     model = small_model(
@@ -86,6 +89,8 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
     for index in model.layers:
         if draw.random() < by_link:
             optimizers[index], gradients[index] = "streamed", "device"
+    waits = draw.choice((0.0, 0.0, 0.5, 1.0))
+    activations = ["host" if level == "input" and draw.random() < waits else "device" for level in saves]
     policy = Policy(
         micro_batch_rows=1,
         groups=groups,
@@ -93,7 +98,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
         prefetch_depth=depth,
         save_levels=tuple(saves),
         checkpoint_interval=interval,
-        activation_homes=("device",) * num_layers,
+        activation_homes=tuple(activations),
         gradient_homes=tuple(gradients),
         gradient_slabs=slabs,
         optimizer_homes=tuple(optimizers),

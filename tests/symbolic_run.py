@@ -154,7 +154,10 @@ class Machine:
             case Kind.FINISH_GRADIENT:
                 gradient = symbol("gradient", given[f"gradient_sum.{b}"], given.get("device.accumulator.tied", 0))
                 return {f"gradient.{b}": gradient, f"device.norm.{b}": symbol("norm", gradient)}
-            case Kind.STORE_GRADIENT | Kind.LOAD_STATE | Kind.STORE_STATE | Kind.STORE_WEIGHTS:
+            case (
+                Kind.STORE_GRADIENT | Kind.LOAD_STATE | Kind.STORE_STATE | Kind.STORE_WEIGHTS
+                | Kind.STORE_ACTIVATION | Kind.LOAD_ACTIVATION
+            ):  # fmt: skip
                 return dict(given)
             case Kind.CLIP:
                 return dict.fromkeys((a.content for a in operation.writes), symbol("clip", *given.values()))

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from planning_cases import Case, machine, random_case, random_policy, seven_billion, toy_model
 
-from planner.coefficients import Outline
+from planner.coefficients import ON_HOST, Outline
 from planner.contention import update_loss
 from planner.layout import policies
 from planner.memory_rows import GB
@@ -87,7 +87,8 @@ def test_optimum_is_below_every_policy_within_the_limits(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_memory_of_a_laid_out_solution_is_the_replay_s(seed: int) -> None:
-    # One kind of layer: the layout by transients is the best, and the program's memory is exact.
+    # One kind of layer: the layout by transients is the best, and the program's memory is exact but for an input that
+    # may still be on its way to the host.
     random = Random(seed)
     case = random_case(random)
     while len(set(case.model.kind_of_block[1:-1])) > 1:
@@ -101,6 +102,8 @@ def test_memory_of_a_laid_out_solution_is_the_replay_s(seed: int) -> None:
         expected = GB * formulation.memory.device_gb.value(formulation.evaluate(decisions))
         # Batches of later groups may come early: 16 bytes a token.
         slack = (1 + ALLOCATOR_SLACK) * 17 * case.workload.tokens_per_step + 2
+        if any(count for (_, level), count in decisions.levels.items() if level in ON_HOST):
+            slack += (1 + ALLOCATOR_SLACK) * formulation.coefficients.hidden_bytes
         for policy in policies(formulation.coefficients, decisions):
             assert expected - 2 <= problem.figures(policy).device_peak_bytes <= expected + slack
 
@@ -109,7 +112,7 @@ def test_every_save_level_of_a_compiled_workload_is_a_choice() -> None:
     model = toy_model(3, layer_elements=128 * 100)
     problem = Problem(model, Workload(sequence_length=8, tokens_per_step=8, compiled=True), machine(), PLENTY)
     levels = problem.formulation(Outline(1, (1,))).coefficients.levels
-    assert levels == tuple(SAVE_LEVELS)
+    assert levels == (*SAVE_LEVELS, "input_on_host")
 
 
 # What updates lose to copies, by hand: an update of 3 bytes/s alone, host DRAM that moves 4

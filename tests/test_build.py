@@ -91,6 +91,11 @@ def test_each_block_and_micro_batch_goes_forward_and_back_once_in_ascending_orde
             # All but the last of each segment run forward once more.
             ends_segment = block % k == 0 or block == last
             assert passed.pop((Kind.RECOMPUTE, block), []) == ([] if ends_segment else micro_batches)
+            # What waits on the host leaves once, and comes back for each operation that reads it again.
+            waits = policy.activation_homes[block - 1] == "host" and (block - 1) % k == 0
+            assert passed.pop((Kind.STORE_ACTIVATION, block), []) == (micro_batches if waits else [])
+            loads = sorted(passed.pop((Kind.LOAD_ACTIVATION, block), []))
+            assert loads == sorted(micro_batches * (waits * (1 if ends_segment else 2)))
         assert passed.pop((Kind.LOSS, model.head)) == micro_batches
         assert passed.pop((Kind.LOAD_BATCH, -1)) == micro_batches
         assert not passed

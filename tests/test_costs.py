@@ -65,7 +65,7 @@ def test_keys_name_what_the_price_depends_on() -> None:
     workload = small_workload(2, clipping="layerwise", gradient_format="bf16")
     policy = uniform_policy(
         model, workload, micro_batch_rows=1, groups=(2,), weights="host", optimizer="host", save_level="input",
-        checkpoint_interval=2, head_chunk_tokens=64,
+        activations="host", checkpoint_interval=2, head_chunk_tokens=64,
     )  # fmt: skip
     found = {
         name: operation_key(operation, model, workload, policy)
@@ -84,6 +84,9 @@ def test_keys_name_what_the_price_depends_on() -> None:
         "update.2": "update.layer.full_attention.host.bf16.fp32",
         "clip.2": "clip.layer.full_attention",
         "load_weights.1.forward.0": "load_weights.layer.full_attention",
+        "store_activation.1.0": "store_activation.layer.full_attention.input.1x4",
+        "load_activation.1.0.recompute": "load_activation.layer.full_attention.input.1x4",
+        "load_activation.1.1.backward": "load_activation.layer.full_attention.input.1x4",
         "report": "report",
     }
     assert {name: found[name] for name in expected} == expected
@@ -377,7 +380,8 @@ def test_every_operation_and_buffer_of_any_program_has_a_price() -> None:
             price = pricing.price(operation)
             assert 0 < price.seconds < 1
             assert price.transient_bytes >= 0
-            copies = (Kind.LOAD_WEIGHTS, Kind.STORE_GRADIENT, Kind.LOAD_STATE, Kind.STORE_STATE, Kind.STORE_WEIGHTS)
+            states = (Kind.LOAD_STATE, Kind.STORE_STATE, Kind.STORE_WEIGHTS)
+            copies = (Kind.LOAD_WEIGHTS, Kind.STORE_GRADIENT, Kind.STORE_ACTIVATION, Kind.LOAD_ACTIVATION, *states)
             on_host = operation.kind in copies or operation.resource == "host"
             assert (price.dram_bytes > 0) == on_host
         for buffer in program.buffers.values():

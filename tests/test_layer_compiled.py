@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import weakref
 
 import pytest
 import torch
@@ -60,6 +61,19 @@ def test_a_compiled_layer_follows_its_weights_and_keeps_what_its_level_says():
 
     # From the layer's input alone, as after a checkpoint: the same numbers.
     grad_hidden, gradients = templates.backward(1, flat, hidden, grad_output)
+    assert _all_equal([grad_hidden, *gradients], actual[1:])
+
+    # From the graph of a forward whose input has left and come back elsewhere: the same numbers.
+    memory = hidden.numpy().copy()
+    alive, source = weakref.ref(memory), torch.from_numpy(memory)
+    del memory
+    _, saved = templates.forward(1, flat, source, "input")
+    saved.let_go_of_hidden()
+    del source
+    assert alive() is None
+    assert saved.kept_bytes() == 0
+    saved.take_hidden_back(hidden.clone())
+    grad_hidden, gradients = templates.backward(1, flat, saved, grad_output)
     assert _all_equal([grad_hidden, *gradients], actual[1:])
 
     # A second shape would have to be compiled; where torch keeps no more, that is an error and not a slow run.

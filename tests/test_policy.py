@@ -55,7 +55,7 @@ def test_random_policies_of_the_other_tests_are_accepted() -> None:
         ({"optimizer_homes": ("device",) * 4 + ("nvme",)}, ("optimizer_homes", "nvme")),
         ({"optimizer_homes": ("device", "device", "device", "device", "streamed")}, ("optimizer_homes", "head")),
         ({"optimizer_homes": ("streamed", "device", "device", "device", "device")}, ("optimizer_homes", "embedding")),
-        ({"activation_homes": ("host", "device", "device")}, ("activation_homes", "host")),
+        ({"activation_homes": ("host", "device", "device")}, ("activation_homes", "layer 1", "keep")),
         ({"gradient_homes": ("device", "host", "device", "device", "device")}, ("gradient_homes", "block 1")),
         ({"checkpoint_interval": 2}, ("checkpoint_interval", "input")),
         ({"checkpoint_interval": 2, "save_levels": ("input", "keep", "input")}, ("checkpoint_interval", "input")),

@@ -245,7 +245,7 @@ def test_measured_costs_price_every_operation_of_every_planned_program(
         uniform_policy(model, WORKLOAD, micro_batch_rows=2, groups=(1, 1), head_chunk_tokens=64),
         uniform_policy(
             model, WORKLOAD, micro_batch_rows=2, groups=(2,), weights="host", optimizer="host", save_level="input",
-            head_chunk_tokens=64,
+            activations="host", head_chunk_tokens=64,
         ),
     ):  # fmt: skip
         program = build(model, WORKLOAD, policy)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from executor.data.dataset import Batch
 from executor.planes import split_planes
 from simulator.model import model_spec
 from simulator.policy import OptimizerHome, Policy, Workload, uniform_policy
@@ -154,6 +155,16 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
                 "state_slots": 3,
             }
         ),
+        "some inputs wait on the host beside all else": on_device.model_copy(
+            update={
+                "groups": (1, 3, 2),
+                "weight_homes": ("device", "device", "device", *["host"] * (layers - 2), "device"),
+                "optimizer_homes": tuple(low_on_device),
+                "gradient_homes": tuple(low_on_device),
+                "save_levels": ("input", "keep", *["input"] * (layers - 2)),
+                "activation_homes": ("host", "device", *["host"] * (layers - 3), "device"),
+            }
+        ),
     }
 
 
@@ -172,8 +183,43 @@ def test_policies_give_the_same_bits(precision: str, gradient_format: str, clipp
     config = tiny_config(tied=tied)
     workload = tiny_workload(precision, gradient_format=gradient_format, clipping=clipping)
     weights, batches = random_weights(config, torch.float32), tiny_batches(3)
+    compare_bits(config, workload, very_different_policies(config, workload), weights, batches)
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradient_format", "clipping", "tied"),
+    [("fp32", "bf16", "global", True), ("bf16", "bf16", "layerwise", False)],
+)
+def test_inputs_that_wait_on_the_host_give_the_same_bits(
+    precision: str, gradient_format: str, clipping: str, tied: bool
+) -> None:
+    config = tiny_config(tied=tied)
+    workload = tiny_workload(precision, gradient_format=gradient_format, clipping=clipping)
+
+    def uniform(**choices: object) -> Policy:
+        settings = {"micro_batch_rows": 1, "head_chunk_tokens": 10, "save_level": "input", **choices}
+        return uniform_policy(model_spec(config), workload, **settings)  # type: ignore[arg-type]
+
+    everything = {"weights": "host", "optimizer": "host", "activations": "host"}
+    policies = {
+        "all in HBM": uniform(groups=(1,) * ROWS),
+        "one group": uniform(groups=(ROWS,), activations="host"),
+        "batch-major, all streamed": uniform(groups=(1,) * ROWS, **everything),
+        "checkpoints every 2 layers": uniform(groups=(4, 2), checkpoint_interval=2, **everything),
+    }
+    compare_bits(config, workload, policies, random_weights(config, torch.float32), tiny_batches(2))
+
+
+def compare_bits(
+    config: dict,
+    workload: Workload,
+    policies: dict[str, Policy],
+    weights: dict[str, torch.Tensor],
+    batches: list[Batch],
+) -> None:
+    """Losses, norms and every bit of the state after some steps are the first policy's under all of them."""
     expected = None
-    for title, policy in very_different_policies(config, workload).items():
+    for title, policy in policies.items():
         trainer = make_trainer(config, workload, policy, weights)
         results = run_steps(trainer, batches)
         found = ([(r.loss, r.gradient_norm) for r in results], state_bits(trainer))

@@ -1,5 +1,6 @@
 """On CUDA: streams give what inline execution gives, policies give the same bits, steps follow plain torch."""
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -123,11 +124,72 @@ def test_policies_give_the_same_bits(gradient_format: str, clipping: str, compil
         assert_same(found, expected, title)
 
 
-@pytest.mark.parametrize("title", ["mixed", "every optimizer"])
-def test_streams_with_random_sleeps_equal_inline_execution(title: str) -> None:
+def waiting_policies(config: dict[str, Any], workload: Workload) -> dict[str, Policy]:
+    """Save level `input`, whose activations wait on the host in all or some layers."""
+    on_device = policies(config, workload, "input")
+    everywhere = ("host",) * model_spec(config).num_layers
+    found = {title: on_device[title].model_copy(update={"activation_homes": everywhere}) for title in on_device}
+    found["mixed"] = on_device["mixed"].model_copy(update={"activation_homes": ("host", "device", "host", "device")})
+    found["sparse"] = found["streamed"].model_copy(update={"checkpoint_interval": 2, "groups": (4, 2)})
+    return found
+
+
+@pytest.mark.parametrize(("compiled", "gradient_format"), [(False, "fp32"), (True, "bf16")])
+def test_inputs_that_wait_on_the_host_give_the_same_bits(compiled: bool, gradient_format: str) -> None:
+    config, workload = gpu_config(), gpu_workload(gradient_format=gradient_format, compiled=compiled)
+    weights, batches = random_weights(config, torch.float32), gpu_batches(3)
+    on_device = policies(config, workload, "input")["all in HBM"]
+    expected = run_bits(make_trainer(config, workload, on_device, weights, device="cuda"), batches)
+    for title, policy in waiting_policies(config, workload).items():
+        assert_same(run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches), expected, title)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_that_wait_on_the_host_leave_the_device(compiled: bool) -> None:
+    """At the loss each layer that waits holds none of its inputs, and reserved memory settles."""
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16", compiled=compiled)
+    weights, (batch,) = random_weights(config, torch.float32), gpu_batches(1)
+    at_loss = {}
+    for title, policy in (
+        ("device", policies(config, workload, "input")["one group"]),
+        ("host", waiting_policies(config, workload)["one group"]),
+    ):
+        trainer = make_trainer(config, workload, policy, weights, device="cuda")
+        original, allocated = trainer.operations.loss, []
+
+        def loss(
+            operation: Operation,
+            original: Callable[[Operation], None] = original,
+            allocated: list[int] = allocated,
+        ) -> None:
+            allocated.append(torch.cuda.memory_allocated())
+            original(operation)
+
+        kind = next(kind for kind in trainer.operations.functions() if kind == "loss")
+        trainer.runner.functions = {**trainer.operations.functions(), kind: loss}  # type: ignore[attr-defined]
+        for _ in range(5):
+            trainer.step(batch)
+        trainer.drain()
+        reserved = torch.cuda.memory_reserved()
+        at_loss[title] = allocated[-1]  # the last micro-batch's: all that leaves has left
+        for _ in range(20):
+            trainer.step(batch)
+        trainer.drain()
+        assert torch.cuda.memory_reserved() == reserved
+        layers, stages = model_spec(config).num_layers, 2
+        input_bytes = trainer.program.buffers["hidden.1.0"].num_bytes
+        trainer.close()
+        del trainer, original, loss
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert at_loss["device"] - at_loss["host"] == pytest.approx((layers * ROWS - stages) * input_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(("title", "waits"), [("mixed", False), ("mixed", True), ("every optimizer", False)])
+def test_streams_with_random_sleeps_equal_inline_execution(title: str, waits: bool) -> None:
     config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
     weights, batches = random_weights(config, torch.float32), gpu_batches(3)
-    policy = policies(config, workload, "input")[title]
+    policy = (waiting_policies(config, workload) if waits else policies(config, workload, "input"))[title]
     inline = make_trainer(config, workload, policy, weights, device="cuda")
     inline.runner.close()
     inline.runner = InlineRunner(inline.operations.functions(), inline.device, device_bytes=lambda: 0)

@@ -1,0 +1,222 @@
+"""Activations that wait on the host: when they leave and come back, what they take in both tiers."""
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_models import small_model, small_workload
+
+from executor.layer import LayerTemplates
+from simulator.build import build, build_evaluation
+from simulator.check import check
+from simulator.costs import Pricing
+from simulator.errors import ProgramError
+from simulator.freezing import freeze
+from simulator.model import ModelSpec, model_spec
+from simulator.policy import Policy, Workload, uniform_policy
+from simulator.program import Kind, Program, Resource, Role, StepProgram, Tier
+from simulator.replay import Price, Sharing, replay
+from simulator.timeline import Timeline
+from tests.hardware_cases import toy_profile
+from tests.tiny import make_trainer, random_weights, run_steps, tiny_batches, tiny_config
+from tests.tiny_models import random_blocks
+
+GROUPS = [(3,), (1, 1, 1), (1, 2)]
+
+
+def waiting(model: ModelSpec, workload: Workload, groups: tuple[int, ...], **choices: Any) -> Policy:
+    settings = {"micro_batch_rows": 1, "save_level": "input", "activations": "host", **choices}
+    return uniform_policy(model, workload, groups=groups, **settings)
+
+
+def replayed(program: StepProgram, copy_seconds: float) -> Timeline:
+    """Every operation takes a second but the copies of activations; nothing takes memory of its own."""
+    copies = (Kind.STORE_ACTIVATION, Kind.LOAD_ACTIVATION)
+    return replay(
+        program,
+        lambda operation: Price(copy_seconds if operation.kind in copies else 1.0),
+        lambda buffer: buffer.num_bytes,
+        Sharing(),
+    )
+
+
+def passing_peak(program: StepProgram, copy_seconds: float = 0.5) -> float:
+    """In layer inputs: what passes through a step at most, batches left out."""
+    persistent = sum(b.num_bytes for b in program.buffers.values() if b.persistent and b.tier is Tier.DEVICE)
+    batches = sum(b.num_bytes for b in program.buffers.values() if b.role is Role.BATCH and b.tier is Tier.DEVICE)
+    peak = replayed(program, copy_seconds).peak_bytes["device"] - persistent - batches
+    return peak / program.buffers["hidden.1.0"].num_bytes
+
+
+def test_a_group_holds_one_layer_s_inputs_and_outputs_instead_of_every_layer_s() -> None:
+    model, workload = small_model(5), small_workload(3)
+    # All inputs of five layers, and at the loss the head's with one gradient.
+    assert passing_peak(build(model, workload, waiting(model, workload, (3,), activations="device"))) == 5 * 3 + 3 + 1
+    # A layer's inputs, its first output, and the input before, which is leaving.
+    assert passing_peak(build(model, workload, waiting(model, workload, (3,)))) == 3 + 1 + 1
+    mixed = waiting(model, workload, (3,)).model_copy(
+        update={"activation_homes": ("host", "host", "host", "device", "device")}
+    )
+    assert passing_peak(build(model, workload, mixed)) == 2 * 3 + 3 + 1
+
+
+def test_both_tiers_have_persistent_places_of_exactly_the_size() -> None:
+    model, workload = small_model(5), small_workload(3)
+    input_bytes = 4 * model.hidden_size * 2
+    for groups in GROUPS:
+        for interval, kept in ((1, 5), (2, 3), (9, 1)):
+            buffers = build(model, workload, waiting(model, workload, groups, checkpoint_interval=interval)).buffers
+            places = [b for b in buffers.values() if b.role is Role.ACTIVATION]
+            assert len(places) == kept * max(groups)
+            stages = [b for b in buffers.values() if b.role is Role.STAGE]
+            assert {(b.tier, b.persistent) for b in places} == {(Tier.HOST, True)}
+            assert {(b.tier, b.persistent) for b in stages} == {(Tier.DEVICE, True)}
+            assert len(stages) == 2
+            assert {b.num_bytes for b in (*places, *stages)} == {input_bytes}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_copies_half_as_long_as_a_pass_cost_no_time(groups: tuple[int, ...]) -> None:
+    model, workload = small_model(4), small_workload(3)
+    on_device, on_host = (
+        replayed(build(model, workload, waiting(model, workload, groups, activations=home)), 0.5)
+        for home in ("device", "host")
+    )
+    assert on_host.step_seconds == pytest.approx(on_device.step_seconds)
+    assert on_host.busy_seconds()["d2h"] == on_host.busy_seconds().get("host", 0.0) + 4 * 3 * 0.5
+
+
+def test_copies_longer_than_passes_are_what_the_step_waits_for() -> None:
+    model, workload = small_model(4), small_workload(3)
+    timeline = replayed(build(model, workload, waiting(model, workload, (3,))), 4.0)
+    lost = timeline.lost_seconds()
+    assert {cause for cause, seconds in lost.items() if seconds} == {"waiting for activations"}
+    # All that leaves has left before the head's first pass ends; all but two stages come back after that.
+    assert timeline.step_seconds > 4 * 3 * 4.0 + (4 * 3 - 2) * 4.0
+
+
+def test_a_pass_that_does_not_wait_for_the_copy_cannot_let_go_of_its_source() -> None:
+    model, workload = small_model(3), small_workload(2)
+    program = build(model, workload, waiting(model, workload, (2,)))
+
+    def hasty(variant: Program) -> Program:
+        return replace(
+            variant,
+            operations=tuple(
+                o.with_waits(tuple(w for w in o.waits if w.operation != "store_activation.2.0")) for o in variant
+            ),
+        )
+
+    check(program)
+    with pytest.raises(ProgramError, match=r"hidden\.2\.0 is still in use by store_activation\.2\.0"):
+        check(replace(program, first=hasty(program.first), steady=hasty(program.steady)))
+
+
+def test_memory_is_only_let_go_of_on_the_stream_that_it_is_allocated_on() -> None:
+    model, workload = small_model(4), small_workload(3)
+    for groups in GROUPS:
+        for interval in (1, 2):
+            program = build(model, workload, waiting(model, workload, groups, checkpoint_interval=interval))
+            for operation in program.steady:
+                passing = [a.buffer for a in operation.writes if not program.buffers[a.buffer].persistent]
+                if operation.releases or any(not name.startswith("batch") for name in passing):
+                    assert operation.resource is Resource.COMPUTE
+
+
+def test_what_keeps_nothing_has_no_home() -> None:
+    """Layers below the lowest trained one, and those whose input is recomputed."""
+    model, workload = small_model(5), small_workload(2)
+    sparse = waiting(model, workload, (2,), checkpoint_interval=2)
+    elsewhere = sparse.model_copy(update={"activation_homes": ("host", "device", "host", "device", "host")})
+    assert build(model, workload, sparse) == build(model, workload, elsewhere)
+
+    config = tiny_config(layers=4)
+    frozen = freeze(model_spec(config), ["model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"])
+    workload = Workload(sequence_length=16, tokens_per_step=64)
+    whole, upper = (
+        waiting(frozen, workload, (4,)).model_copy(update={"activation_homes": homes})
+        for homes in (("host",) * 4, ("device", "device", "host", "host"))
+    )
+    assert build(frozen, workload, whole) == build(frozen, workload, upper)
+
+
+def test_an_evaluation_copies_no_activation() -> None:
+    model, workload = small_model(3), small_workload(2)
+    on_host, on_device = (waiting(model, workload, (2,), activations=home) for home in ("host", "device"))
+    evaluation = build_evaluation(model, workload, on_host)
+    assert evaluation.operations == build_evaluation(model, workload, on_device).operations
+    check(build(model, workload, on_host), evaluation)
+
+
+def test_a_copy_is_priced_by_its_bytes_over_the_link_and_host_memory() -> None:
+    model, profile = small_model(2), toy_profile()
+    rows = 2**17  # 4 MiB: the toy's link moves 20 GB/s at that size
+    workload = small_workload(rows, precision="bf16")
+    policy = waiting(model, workload, (1,), micro_batch_rows=rows)
+    pricing = Pricing(model, workload, policy, profile)
+    num_bytes = rows * 4 * model.hidden_size * 2
+    assert num_bytes >= 4 * 2**20
+    for operation in build(model, workload, policy).steady:
+        if operation.kind in (Kind.STORE_ACTIVATION, Kind.LOAD_ACTIVATION):
+            price = pricing.price(operation)
+            assert price.seconds == pytest.approx(num_bytes / 20e9 + profile.launch_seconds.value)
+            assert price.dram_bytes == num_bytes
+
+
+def test_an_input_that_has_left_is_freed_and_comes_back_elsewhere_bit_for_bit() -> None:
+    config = tiny_config(layers=1)
+    model = model_spec(config)
+    templates, flat = LayerTemplates(config, model, precision="fp32"), random_blocks(model, "fp32")[1]
+    shape = (2, 8, model.hidden_size)
+    hidden, grad_output = torch.randn(shape), torch.randn(shape)
+    for level in ("keep", "input"):
+        _, kept = templates.forward(1, flat, hidden.clone(), level)
+        expected = templates.backward(1, flat, kept, grad_output)
+
+        memory = hidden.numpy().copy()
+        alive = weakref.ref(memory)
+        source = torch.from_numpy(memory)
+        del memory
+        _, kept = templates.forward(1, flat, source, level)
+        whole = kept.kept_bytes()
+        kept.let_go_of_hidden()
+        del source
+        assert alive() is None, level
+        assert kept.kept_bytes() == whole - hidden.nbytes
+        if level == "keep":
+            _, early = templates.forward(1, flat, hidden.clone(), level)
+            early.let_go_of_hidden()
+            with pytest.raises(ProgramError, match="before its input had come back"):
+                templates.backward(1, flat, early, grad_output)
+        kept.take_hidden_back(hidden.clone())
+        grad_hidden, gradients = templates.backward(1, flat, kept, grad_output)
+        assert torch.equal(grad_hidden, expected[0])
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected[1], strict=True))
+
+
+def test_inputs_stand_on_the_host_between_forward_and_backward() -> None:
+    config, workload = tiny_config(), Workload(sequence_length=16, tokens_per_step=96, precision="fp32")
+    model = model_spec(config)
+    policy = waiting(model, workload, (6,)).model_copy(update={"activation_homes": ("host", "host", "device", "host")})
+    trainer = make_trainer(config, workload, policy, random_weights(config, torch.float32))
+    seen: dict[str, set[int]] = {"device": set(), "host": set()}
+    original = trainer.operations.loss
+
+    def loss(operation: Any) -> None:
+        if operation.micro_batch == 5:
+            held = [name for name in trainer.memory.passing if name.startswith("hidden.")]
+            seen["device"] |= {int(name.split(".")[1]) for name in held}
+            places = [b.name for b in trainer.program.buffers.values() if b.role is Role.ACTIVATION]
+            seen["host"] |= {int(p.split(".")[2]) for p in places if trainer.memory.activation(p).abs().sum() > 0}
+        original(operation)
+
+    trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}  # type: ignore[attr-defined]
+    run_steps(trainer, tiny_batches(1))
+    assert seen == {"device": {3, 5}, "host": {1, 2, 4}}
+    assert not trainer.memory.passing
+    planned = sum(b.num_bytes for b in trainer.program.buffers.values() if b.role is Role.ACTIVATION)
+    whole = trainer.memory.persistent_bytes()["host"] - trainer.memory.host.bytes.resident
+    assert planned <= whole < planned + 4096
+    trainer.close()
