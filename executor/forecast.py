@@ -23,7 +23,8 @@ def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
         need, free = inputs.disk_need(), free_disk_bytes(inputs.directory)
         lines.append(
             f"  {'disk':14}{format_bytes(need.num_bytes):>11} of {format_bytes(free):>10}  {need.num_bytes / free:6.1%}"
-            f"  {need.num_checkpoints} checkpoints of {format_bytes(need.checkpoint_bytes)}, "
+            f"  {need.num_checkpoints} checkpoint{'s' * (need.num_checkpoints != 1)} of "
+            f"{format_bytes(need.checkpoint_bytes)}, "
             f"the model {format_bytes(need.model_bytes)}"
         )
     parts, unknown = run_seconds(plan, inputs)

@@ -139,7 +139,7 @@ class RunInputs:
     def _require_disk(self) -> None:
         if self.saves:
             need = self.disk_need()
-            what = f"{need.num_checkpoints} checkpoints and the exported model"
+            what = f"{need.num_checkpoints} checkpoint{'s' * (need.num_checkpoints != 1)} and the exported model"
             remedy = "lower keep_checkpoints, or set output to a larger disk"
             require_free_disk(self.directory, need.num_bytes + ROOM_BYTES, what=what, error=InputError, remedy=remedy)
 
