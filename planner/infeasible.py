@@ -3,7 +3,7 @@
 Every change that a message names was planned with: a policy was found for it, replayed, and kept both limits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from planner.branch import Search
 from planner.least_memory import TIERS, UNLIMITED_BYTES, LeastMemory, Tier, least_memory, smallest_outlines
@@ -126,10 +126,19 @@ def _needed_of_both(problem: Problem, *, solver: bool) -> dict[Tier, int]:
 def _smaller_workloads(problem: Problem, *, solver: bool) -> Iterator[str]:
     """For each setting of the workload that takes memory, the smallest change of it that fits."""
     for series in (_smaller_micro_batches, _shorter_sequences, _narrower_gradients):
-        for words, workload in series(problem.workload):
-            if feasible(problem.with_workload(workload), solver=solver) is not None:
-                yield words
-                break
+        changes = list(series(problem.workload))
+
+        def fits(place: int, changes: Sequence[tuple[str, Workload]] = changes) -> bool:
+            return feasible(problem.with_workload(changes[place][1]), solver=solver) is not None
+
+        # Less work takes less memory: where the largest change does not do none does, else the edge is found by halves.
+        low, high = -1, len(changes) - 1
+        if not changes or not fits(high):
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        yield changes[high][0]
 
 
 def _smaller_micro_batches(workload: Workload) -> Iterator[tuple[str, Workload]]:

@@ -1,4 +1,4 @@
-"""The deepest model and the longest sequence: they fit, the next ones do not; and the questions through the front door."""
+"""The deepest model and the longest sequence: they fit, the next do not; and the questions through the front door."""
 
 import csv
 from pathlib import Path
@@ -32,7 +32,7 @@ GEMMA = {
 
 
 def deep(num_layers: int) -> ModelSpec:
-    return toy_model(num_layers, layer_elements=128 * 4_000, edge_elements=128 * 800)
+    return toy_model(num_layers, layer_elements=128 * 12_000, edge_elements=128 * 800)
 
 
 def task(device_mib: int = 60, host_mib: int = 300, **workload: Any) -> Task:
@@ -41,7 +41,7 @@ def task(device_mib: int = 60, host_mib: int = 300, **workload: Any) -> Task:
     return Task(deep(4), Workload.model_validate(wanted), machine(), limits)
 
 
-@pytest.mark.parametrize(("device_mib", "host_mib"), [(60, 300), (100, 120)])
+@pytest.mark.parametrize(("device_mib", "host_mib"), [(60, 300)])
 def test_the_largest_model_fits_and_one_layer_more_does_not(device_mib: int, host_mib: int) -> None:
     asked = task(device_mib, host_mib)
     found = largest_model(asked, deep)
@@ -55,6 +55,7 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(device_mib: int, hos
         asked.with_model(deep(found.size + 1)).plan()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_deep_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = task()
     whole = largest_model(asked, deep).size
@@ -66,7 +67,7 @@ def test_a_model_that_is_too_deep_is_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_not_one_layer_fits_it_is_said_why() -> None:
-    with pytest.raises(InfeasiblePlan, match="device memory is short by .* it would fit with"):
+    with pytest.raises(InfeasiblePlan, match=r"device memory is short by .* it would fit with"):
         largest_model(task(device_mib=8), deep)
     with pytest.raises(InfeasiblePlan, match="memory is short by"):
         longest_sequence(task(host_mib=20, device_mib=8))
