@@ -74,17 +74,19 @@ class Search:
     queued: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     tightened: dict[Outline, int] = field(default_factory=dict)
     spent: int = 0
-    states_stream: bool = False
+    wide: bool = False  # states may stream and layer inputs wait on the host
 
     def run(self) -> Found | None:
         """The best replayed policy, or None where none fits."""
         self.counts = dict.fromkeys(("outlines", "solves", "time limits", "tightened", "replays"), 0)
         self.counts["outlines"] = len(self.outlines)
         before = self.problem.num_replays
+        # First without states that stream and inputs that wait on the host: their many near ties would use up the
+        # replays that improve, and what is found without them is a step to beat.
         self._open()
         self._branch()
-        if self.restrict is not Formulation.keep_on_device:  # which lets no state stream
-            self._open_streamed_states()
+        if self.restrict is not Formulation.keep_on_device:  # which allows neither
+            self._widen()
             self._branch()
         if self.best is None and self.restrict is None:
             self._rescue()
@@ -126,9 +128,10 @@ class Search:
             if outline not in opened.values():
                 self._push(self.bounds[outline], outline, None)
 
-    def _open_streamed_states(self) -> None:
-        """All outlines once more, with states that may stream; and the neighbours of what was best without."""
-        self.states_stream, self.spent, self.queue = True, 0, []
+    def _widen(self) -> None:
+        """All outlines once more, with states that may stream and inputs that may wait on the host; and the neighbours
+        of what was best without."""
+        self.wide, self.spent, self.queue = True, 0, []
         self.queued.clear()
         self.tightened.clear()
         for outline in self.outlines:
@@ -176,8 +179,8 @@ class Search:
         formulation = self.problem.formulation(outline, budget)
         if self.restrict is not None:
             self.restrict(formulation)
-        if not self.states_stream:
-            formulation.keep_states_at_home()
+        if not self.wide:
+            formulation.keep_states_and_inputs()
         return formulation
 
     def _decide(self, outline: Outline, formulation: Formulation, *, keep_bound: bool) -> Decisions | None:
