@@ -85,12 +85,12 @@ class Search:
         # replays that improve, and what is found without them is a step to beat.
         self._open()
         self._branch()
+        self._swap()
         if self.restrict is not Formulation.keep_on_device:  # which allows neither
             self._widen()
             self._branch()
-        if self.best is None and self.restrict is None:
-            self._rescue()
-        if self.best is not None:
+            if self.best is None and self.restrict is None:
+                self._rescue()
             self._swap()
         self.counts["replays"] = self.problem.num_replays - before
         if self.best is None:
@@ -136,7 +136,9 @@ class Search:
         self.tightened.clear()
         for outline in self.outlines:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
-        candidates = self._promising() if not self.solver else self.outlines
+        candidates = self.outlines
+        if not self.solver:  # every outline costs a walk: the neighbours have to do
+            candidates = self._promising() if self.best is None else []
         for outline in sorted(candidates, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o)):
             self._push(self.bounds[outline], outline, None)
         if self.best is not None:

@@ -7,6 +7,7 @@ little. Rates are constant between events (a fluid model), so a replay is a list
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from simulator.program import Buffer, Operation, Resource, StepProgram
 from simulator.timeline import MemoryPoint, Span, Timeline, memory_curve
@@ -174,16 +175,16 @@ class _Run:
         """When each step's last operation on the compute resource ends."""
         return self.ends[Resource.COMPUTE]
 
-    @property
+    @cached_property
     def ends(self) -> dict[Resource, list[float]]:
-        """When each step's last operation ends, on each resource; inline there is one."""
+        """When each step's last operation has ended, on each resource; inline there is one."""
         found = {resource: [0.0] * self.num_steps for resource in self.queues}
         for task in self.tasks:
             ends = found[Resource.COMPUTE if self.sharing.inline else task.operation.resource]
             ends[task.step] = max(ends[task.step], task.end)
         return found
 
-    @property
+    @cached_property
     def repeats(self) -> bool:
         """Whether the last step but one takes as long as the one before, and every resource repeats itself in it.
 
