@@ -174,7 +174,7 @@ def test_seven_billion_on_an_h200_updates_low_layers_and_the_embedding_on_the_gp
 def test_a_small_card_streams_weights_and_updates_on_the_host() -> None:
     found = plan_7b(24, tokens_per_step=32768)
     assert found.prediction.device_peak_bytes <= 24 * GIB
-    assert found.policy.weight_homes.count("host") > model.num_layers / 2
+    assert found.policy.weight_homes.count("host") > 14  # of 28
     assert found.policy.optimizer_homes.count("host") > 20
     assert found.bound.gap < 0.02
 
