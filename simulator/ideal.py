@@ -105,6 +105,6 @@ def ideal_steps(
             program = ideal_program(build(model, here, policy))
             pricing = Pricing(model, here, policy, hardware, costs)
             timeline = replay(program, pricing.price, pricing.size, pricing.sharing)
-            peak = device_peak_bytes(program, timeline, workload, hardware)
+            peak = device_peak_bytes(program, timeline, hardware)
             found.append(IdealStep(rows, level, timeline.step_seconds * micro_batches / replayed, peak))
     return sorted(found, key=lambda step: step.step_seconds)

@@ -21,10 +21,6 @@ from simulator.units import GIB, MIB
 # an H200 with 48 GiB passing: 1.5 %.
 ALLOCATOR_SLACK = 0.03
 
-# What libraries take beside the program's buffers once compiled layers run: cuBLAS' and cuDNN's workspaces, and blocks
-# that nothing else fits. Measured on an H200: 140 and 234 MiB above what is counted otherwise.
-DEVICE_LIBRARY_BYTES = 256 * MIB
-
 # Compiling on CUDA leaves the compiler's own state and its worker processes (executor.compiled.COMPILE_WORKERS): on an
 # H200's host 0.1 GiB beside what else is counted, with room for a cold cache.
 HOST_COMPILER_BYTES = GIB
@@ -72,7 +68,7 @@ def predict(
         model,
         workload,
         timeline.step_seconds,
-        device_peak_bytes=device_peak_bytes(program, timeline, workload, hardware),
+        device_peak_bytes=device_peak_bytes(program, timeline, hardware),
         host_peak_bytes=host_peak_bytes(model, workload, timeline, hardware),
         breakdown_seconds=timeline.breakdown(),
     )
@@ -120,17 +116,11 @@ def step_figures(
     )
 
 
-def device_process_bytes(workload: Workload, hardware: HardwareProfile) -> int:
-    """What a process takes of device memory beside buffers: its context, and libraries' workspaces."""
-    libraries = DEVICE_LIBRARY_BYTES if workload.compiled and hardware.device.kind == "cuda" else 0
-    return round(hardware.context_bytes.value) + libraries
-
-
-def device_peak_bytes(program: StepProgram, timeline: Timeline, workload: Workload, hardware: HardwareProfile) -> int:
-    """What the process takes, persistent buffers, and what passes through a step with the allocator's slack."""
+def device_peak_bytes(program: StepProgram, timeline: Timeline, hardware: HardwareProfile) -> int:
+    """The device's context, persistent buffers, and what passes through a step with the allocator's slack."""
     persistent = sum(b.num_bytes for b in program.buffers.values() if b.persistent and b.tier == "device")
     passing = timeline.peak_bytes.get("device", 0) - persistent
-    return device_process_bytes(workload, hardware) + round(persistent + passing * (1 + ALLOCATOR_SLACK))
+    return round(hardware.context_bytes.value + persistent + passing * (1 + ALLOCATOR_SLACK))
 
 
 def host_peak_bytes(model: ModelSpec, workload: Workload, timeline: Timeline, hardware: HardwareProfile) -> int:

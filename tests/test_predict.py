@@ -17,14 +17,7 @@ from simulator.machine import Device
 from simulator.model import ModelSpec, load_model_spec
 from simulator.placement import batch_bytes, place
 from simulator.policy import OptimizerHome, Policy, Workload, uniform_policy
-from simulator.predict import (
-    ALLOCATOR_SLACK,
-    DEVICE_LIBRARY_BYTES,
-    HOST_COMPILER_BYTES,
-    StepFigures,
-    predict,
-    transit_bytes,
-)
+from simulator.predict import ALLOCATOR_SLACK, HOST_COMPILER_BYTES, StepFigures, predict, transit_bytes
 from simulator.program import Role, Tier
 from simulator.units import GIB
 
@@ -178,7 +171,7 @@ def test_the_device_peak_by_hand(level: Any, transients: dict[str, int], alive: 
     persistent = sum(b.num_bytes for b in place(model, workload, policy).buffers.values() if b.tier is Tier.DEVICE)
     assert batch_bytes(4) == 72
     assert found.timeline.peak_bytes["device"] == persistent + alive
-    expected = toy_profile().context_bytes.value + DEVICE_LIBRARY_BYTES + persistent + alive * (1 + ALLOCATOR_SLACK)
+    expected = toy_profile().context_bytes.value + persistent + alive * (1 + ALLOCATOR_SLACK)
     assert found.figures.device_peak_bytes == round(expected)
 
 
