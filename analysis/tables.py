@@ -209,7 +209,7 @@ def lost_causes(record: RunRecord) -> list[str]:
     pair = (record.predicted, record.measured)
     found = {c for f in pair if f is not None for c, seconds in f.breakdown_seconds.items() if seconds > 0}
     found -= set(BUSY.values())
-    known = [*WAITING.values(), OTHER_WAIT, LAUNCH_GAPS]
+    known = list(dict.fromkeys([*WAITING.values(), OTHER_WAIT, LAUNCH_GAPS]))
     return [cause for cause in known if cause in found] + sorted(found - set(known))
 
 

@@ -27,21 +27,20 @@ from itertools import pairwise
 from typing import Literal
 
 from planner.coefficients import GRADIENT_SLABS, BlockCosts, Coefficients
-from planner.contention import update_loss
 from planner.mip import Linear, MixedIntegerProgram, total
-from planner.state_rows import add_later_states, both_directions
+from planner.state_rows import add_later_states
 from planner.variables import Variables
+from planner.work import Work
 from simulator.activations import NUM_STAGES
-from simulator.replay import Price
 
 PassName = Literal["forward", "backward"]
 
 
 def add_time(mip: MixedIntegerProgram, coefficients: Coefficients, variables: Variables) -> Linear:
     """Add the step and its rows; returns the step's seconds."""
-    rows = _TimeRows(mip, coefficients, variables, mip.quantity("step_seconds"))
+    rows = _TimeRows(mip, coefficients, variables, mip.quantity("step_seconds"), Work(coefficients, variables))
     if coefficients.sharing.inline:
-        work = total([rows.compute, rows.h2d, rows.d2h, rows.host_updates])
+        work = total([rows.work.compute, rows.work.h2d, rows.work.d2h, rows.work.host_updates])
         mip.at_least("one thread does everything", rows.step, work)
     else:
         rows.add_totals()
@@ -55,148 +54,37 @@ class _TimeRows:
     c: Coefficients
     variables: Variables
     step: Linear
-
-    # Sums over a step
-
-    def forwards(self, group: int) -> Linear:
-        """A group's forward through all layers."""
-        counts = self.variables.levels.items()
-        return total(group * self.c.level_costs[key].forward_seconds * count for key, count in counts)
-
-    def backwards(self, group: int) -> Linear:
-        counts = self.variables.levels.items()
-        return total(group * self.c.level_costs[key].backward_seconds * count for key, count in counts)
-
-    def recomputes(self, group: int) -> float:
-        kinds = self.c.model.kind_of_block
-        return group * sum(self.c.recompute_seconds[kinds[layer]] for layer in self.c.recomputed_layers())
-
-    def host_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
-        """A cost summed over all blocks that are updated on the host."""
-        costs, variables = self.c.block_costs, self.variables
-        layers = [cost(costs[self.c.kinds[kind][0]]) * count for kind, count in variables.host_layers.items()]
-        return total([*layers, cost(costs[0]) * variables.embedding, cost(costs[-1]) * variables.head])
-
-    def link_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
-        """A cost summed over all layers whose state streams."""
-        costs, counts = self.c.block_costs, self.variables.link_layers
-        return total(cost(costs[self.c.kinds[kind][0]]) * count for kind, count in counts.items())
-
-    @property
-    def device_updates(self) -> Linear:
-        everything = sum(costs.update_device_seconds for costs in self.c.block_costs)
-        return everything - self.host_sum(lambda costs: costs.update_device_seconds)
-
-    @property
-    def compute(self) -> Linear:
-        step = self.c.outline.num_micro_batches
-        fixed = self.c.fixed_compute_seconds + self.recomputes(step)
-        return total([self.forwards(step), self.backwards(step), self.device_updates]) + fixed
-
-    def least(self, cost: Callable[[BlockCosts], float]) -> float:
-        """A cost's least value among the layers."""
-        return min(cost(self.c.block_costs[layers[0]]) for layers in self.c.kinds.values())
-
-    @property
-    def reload(self) -> Linear:
-        """Seconds of the link for the layers that come again in each forward."""
-        return self.least(lambda costs: costs.load.seconds) * self.variables.reloads
-
-    @property
-    def reload_dram(self) -> Linear:
-        """The same in seconds of host DRAM."""
-        return self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.variables.reloads
-
-    @property
-    def again(self) -> Linear:
-        """Layers that come again in a step: in every backward, and in every forward but the first group's."""
-        groups = len(self.c.outline.groups)
-        return groups * self.variables.returns + (groups - 1) * self.variables.reloads
-
-    @property
-    def dram_rate(self) -> float:
-        return self.c.sharing.dram_bytes_per_second
-
-    @property
-    def h2d(self) -> Linear:
-        """Every host-updated block's weights come in the first group's forward, some again in each later piece.
-
-        And every streamed state once.
-        """
-        batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
-        first = self.host_sum(lambda costs: costs.load.seconds)
-        states = self.link_sum(lambda costs: costs.load_state.seconds)
-        activations = self.c.outline.num_micro_batches * self.c.load_activation.seconds * self.inputs_back
-        again = self.least(lambda costs: costs.load.seconds) * self.again
-        return first + states + again + batches + activations
-
-    @property
-    def d2h(self) -> Linear:
-        activations = self.c.outline.num_micro_batches * self.c.store_activation.seconds * self.variables.num_waiting
-        states = self.link_sum(lambda costs: costs.store_state.seconds)
-        return self.host_sum(lambda costs: costs.store.seconds) + states + activations
-
-    @property
-    def inputs_back(self) -> Linear:
-        """How often one micro-batch's inputs come back: where checkpoints are sparse, for the recomputation too."""
-        variables, interval = self.variables, self.c.outline.checkpoint_interval
-        if interval == 1:
-            return variables.num_waiting
-        alone = len(self.c.model.backward_layers) % interval == 1  # the topmost is a segment of its own
-        return 2 * variables.num_waiting - int(alone) * variables.any_waiting
-
-    @property
-    def host_updates(self) -> Linear:
-        return self.host_sum(lambda costs: costs.update_host.seconds)
-
-    @property
-    def slowed(self) -> float:
-        """What a second of copies takes from compute beside it."""
-        return 1 - self.c.sharing.compute_beside_copies
-
-    @property
-    def both(self) -> float:
-        """What a second of one link direction takes from the other beside it."""
-        return both_directions(self.c.sharing)
-
-    def update_loss(self, copy: Callable[[BlockCosts], Price], *, both_ways: bool = True) -> float:
-        """What a second of loads or of stores takes from host updates beside it."""
-        layers = (layers[0] for layers in self.c.kinds.values())
-        kinds = [self.c.block_costs[block] for block in (0, *layers, -1)]
-        updates = [costs.update_host for costs in kinds]
-        return update_loss(self.c.sharing, updates, map(copy, kinds), both_ways=both_ways)
-
-    def _updates_beside_loads(self, updates: Linear, loads: Linear) -> Linear:
-        """With exact clipping: when all updates have ended and all these loads, each of which follows its update.
-
-        Gradients leave in the order of updates turned round, so no store is left once the first update has begun.
-        """
-        return updates + self.update_loss(lambda costs: costs.load, both_ways=False) * loads
+    work: Work
 
     def add_totals(self) -> None:
         """Each resource works for less than a step."""
         mip, step = self.mip, self.step
-        mip.at_least("compute beside loads", step, self.compute + self.slowed * self.h2d)
-        mip.at_least("compute beside stores", step, self.compute + self.slowed * self.d2h)
-        mip.at_least("host to device", step, self.h2d + self.both * self.d2h)
-        mip.at_least("device to host", step, self.d2h + self.both * self.h2d)
-        loads = self.host_sum(lambda costs: costs.load.seconds) + self.least(lambda c: c.load.seconds) * self.again
-        slowed = self.update_loss(lambda costs: costs.load) * loads
-        mip.at_least("host updates beside loads", step, self.host_updates + slowed)
-        slowed = self.update_loss(lambda costs: costs.store) * self.d2h
-        mip.at_least("host updates beside stores", step, self.host_updates + slowed)
-        moved = self.host_sum(
+        mip.at_least("compute beside loads", step, self.work.compute + self.work.slowed * self.work.h2d)
+        mip.at_least("compute beside stores", step, self.work.compute + self.work.slowed * self.work.d2h)
+        mip.at_least("host to device", step, self.work.h2d + self.work.both * self.work.d2h)
+        mip.at_least("device to host", step, self.work.d2h + self.work.both * self.work.h2d)
+        loads = (
+            self.work.host_sum(lambda costs: costs.load.seconds)
+            + self.work.least(lambda c: c.load.seconds) * self.work.again
+        )
+        slowed = self.work.update_loss(lambda costs: costs.load) * loads
+        mip.at_least("host updates beside loads", step, self.work.host_updates + slowed)
+        slowed = self.work.update_loss(lambda costs: costs.store) * self.work.d2h
+        mip.at_least("host updates beside stores", step, self.work.host_updates + slowed)
+        moved = self.work.host_sum(
             lambda costs: (
-                (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.dram_rate
+                (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.work.dram_rate
             )
         )
-        moved += self.link_sum(
-            lambda costs: (costs.load_state.dram_bytes + costs.store_state.dram_bytes) / self.dram_rate
+        moved += self.work.link_sum(
+            lambda costs: (costs.load_state.dram_bytes + costs.store_state.dram_bytes) / self.work.dram_rate
         )
-        again = self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.again
+        again = self.work.least(lambda costs: costs.load.dram_bytes) / self.work.dram_rate * self.work.again
         waiting = self.c.store_activation.dram_bytes * self.variables.num_waiting
-        waiting += self.c.load_activation.dram_bytes * self.inputs_back
-        mip.at_least("host DRAM", step, moved + again + self.c.outline.num_micro_batches / self.dram_rate * waiting)
+        waiting += self.c.load_activation.dram_bytes * self.work.inputs_back
+        mip.at_least(
+            "host DRAM", step, moved + again + self.c.outline.num_micro_batches / self.work.dram_rate * waiting
+        )
 
     # Pieces
 
@@ -209,12 +97,14 @@ class _TimeRows:
         for (before, group), count in Counter(pairwise(groups)).items():
             piece = mip.quantity(f"forward_seconds_{before}_{group}")
             edge = before * c.embed_backward.seconds + group * c.embed.seconds
-            self._add_piece(piece, f"forward of {group} after {before}", edge, self.forwards(group), group, "forward")
+            self._add_piece(
+                piece, f"forward of {group} after {before}", edge, self.work.forwards(group), group, "forward"
+            )
             middle.append(count * piece)
         for group, count in Counter(groups[:-1]).items():
             piece = mip.quantity(f"backward_seconds_{group}")
             edge = group * c.loss.seconds
-            work = self.backwards(group) + self.recomputes(group)
+            work = self.work.backwards(group) + self.work.recomputes(group)
             self._add_piece(piece, f"backward of {group}", edge, work, group, "backward")
             middle.append(count * piece)
         last = self._last_backward()
@@ -232,20 +122,20 @@ class _TimeRows:
     def _add_piece(self, piece: Linear, title: str, edge: float, work: Linear, group: int, name: PassName) -> None:
         """`edge`: compute before the piece's first layer; `work`: that of its layers."""
         mip = self.mip
-        reload, reload_dram = self.reload, self.reload_dram
+        reload, reload_dram = self.work.reload, self.work.reload_dram
         if name == "backward":
             reload, reload_dram = self._returning(lambda costs: costs.load.seconds), self._returning_dram
-        mip.at_least(f"{title}: compute", piece, work + edge + self.slowed * reload)
+        mip.at_least(f"{title}: compute", piece, work + edge + self.work.slowed * reload)
         mip.at_least(f"{title}: DRAM", piece, reload_dram)
         mip.at_least(f"{title}: loads", piece, reload + self._around_loads(edge, group, name))
         # An input's copy ends before the next pass begins; inputs come back as stages are free.
         if name == "forward":
             leaving = self.c.store_activation.seconds * (group * self.variables.num_waiting - 1)
-            mip.at_least(f"{title}: compute beside leaving inputs", piece, work + edge + self.slowed * leaving)
-            mip.at_least(f"{title}: leaving inputs", piece, leaving + self.both * reload)
+            mip.at_least(f"{title}: compute beside leaving inputs", piece, work + edge + self.work.slowed * leaving)
+            mip.at_least(f"{title}: leaving inputs", piece, leaving + self.work.both * reload)
         else:
-            back = self.c.load_activation.seconds * (group * self.inputs_back - NUM_STAGES)
-            mip.at_least(f"{title}: compute beside inputs", piece, work + edge + self.slowed * (reload + back))
+            back = self.c.load_activation.seconds * (group * self.work.inputs_back - NUM_STAGES)
+            mip.at_least(f"{title}: compute beside inputs", piece, work + edge + self.work.slowed * (reload + back))
             mip.at_least(f"{title}: inputs", piece, reload + back)
 
     def _around_loads(self, edge: float, group: int, name: PassName) -> Linear:
@@ -256,11 +146,11 @@ class _TimeRows:
 
     def _returning(self, cost: Callable[[BlockCosts], float]) -> Linear:
         """A cost of the loads that a backward begins with."""
-        return self.least(cost) * self.variables.returns
+        return self.work.least(cost) * self.variables.returns
 
     @property
     def _returning_dram(self) -> Linear:
-        return self._returning(lambda costs: costs.load.dram_bytes / self.dram_rate)
+        return self._returning(lambda costs: costs.load.dram_bytes / self.work.dram_rate)
 
     def _seconds(self, name: PassName) -> list[float]:
         """Of one micro-batch in one layer, for each kind and level."""
@@ -269,14 +159,14 @@ class _TimeRows:
     def _first_forward(self) -> Linear:
         mip, c = self.mip, self.c
         first, group = mip.quantity("first_forward_seconds"), c.outline.groups[0]
-        work, edge = self.forwards(group), group * c.embed.seconds
+        work, edge = self.work.forwards(group), group * c.embed.seconds
         if c.delayed:
-            work, edge = work + self.device_updates, edge + c.report_seconds
+            work, edge = work + self.work.device_updates, edge + c.report_seconds
         self._add_piece(first, "first forward", edge, work, group, "forward")
         if c.delayed:
             # The weights of host-updated layers come in this piece too, each after its update.
             weights = self._layers_sum(lambda costs: costs.load.seconds)
-            moved = self.host_sum(lambda costs: costs.update_host.dram_bytes + costs.load.dram_bytes)
+            moved = self.work.host_sum(lambda costs: costs.update_host.dram_bytes + costs.load.dram_bytes)
             after = group * min(self._seconds("forward"))
             add_later_states(
                 mip, c, self.variables, first, "first forward", after=after, weights=weights, moved_bytes=moved
@@ -286,11 +176,11 @@ class _TimeRows:
     def _last_backward(self) -> Linear:
         mip, c = self.mip, self.c
         last, group = mip.quantity("last_backward_seconds"), c.outline.groups[-1]
-        work = self.backwards(group) + self.recomputes(group)
+        work = self.work.backwards(group) + self.work.recomputes(group)
         work += sum(costs.finish_seconds + costs.clip_seconds for costs in c.block_costs[1:])
         if not c.delayed:
             embedding = c.block_costs[0].update_device_seconds * (1.0 - self.variables.embedding)
-            work += self.device_updates - embedding
+            work += self.work.device_updates - embedding
         self._add_piece(last, "last backward", group * c.loss.seconds, work, group, "backward")
         if not c.delayed:
             completes = group * (c.loss.seconds + min(self._seconds("backward")))
@@ -299,12 +189,12 @@ class _TimeRows:
             stores = [c.block_costs[layers[0]].store.seconds for layers in c.kinds.values()]
             left = self._layers_sum(lambda costs: costs.store.seconds) - GRADIENT_SLABS * max(stores)
             reload = self._returning(lambda costs: costs.load.seconds)
-            mip.at_least("last backward: stores", last, left + self.both * reload)
+            mip.at_least("last backward: stores", last, left + self.work.both * reload)
             # Stores may go on beside the compute after the last load: there they slow none.
             around, beside = self._around_loads(group * c.loss.seconds, group, "backward"), left
             if around.terms:
                 beside -= group * min(self._seconds("backward"))
-            mip.at_least("last backward: loads beside stores", last, reload + around + self.both * beside)
+            mip.at_least("last backward: loads beside stores", last, reload + around + self.work.both * beside)
         return last
 
     def _below_lowest(self, kind: int) -> Linear:
@@ -329,7 +219,7 @@ class _TimeRows:
 
         Times are linear in a layer's place among them, so the rows for the lowest and the topmost one imply all others.
         """
-        c, v, rate = self.c, self.variables, self.dram_rate
+        c, v, rate = self.c, self.variables, self.work.dram_rate
         group, slowest = c.outline.groups[0], max(self._seconds("forward"))
         embedding, head = c.block_costs[0], c.block_costs[-1]
         updated = embedding.update_host.seconds * v.embedding
@@ -339,11 +229,11 @@ class _TimeRows:
         def row(title: str, chain: Linear, rest: Linear) -> None:
             self.mip.at_least(f"window of {title}", first, chain + rest)
 
-        row("the embedding", loaded, self.forwards(group) + group * c.embed.seconds)
+        row("the embedding", loaded, self.work.forwards(group) + group * c.embed.seconds)
         for kind, layers in c.trained_kinds.items():
             # The load waits for its own update, and for the load before it.
             costs, on_host = c.block_costs[layers[0]], v.any_host[kind]
-            rest = self.forwards(group) - group * slowest * self._below_lowest(kind)
+            rest = self.work.forwards(group) - group * slowest * self._below_lowest(kind)
             alone = costs.update_host.seconds + costs.load.seconds
             traffic = costs.update_host.dram_bytes + costs.load.dram_bytes
             row(f"the lowest layer of kind {kind}: update", updated + alone * on_host, rest)
@@ -351,16 +241,18 @@ class _TimeRows:
             row(f"the lowest layer of kind {kind}: DRAM", moved + traffic / rate * on_host, rest)
         updates = updated + self._layers_sum(lambda costs: costs.update_host.seconds)
         loads = self._layers_sum(lambda costs: costs.load.seconds)
-        update, load = (self.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
+        update, load = (self.work.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
         rest = group * min(self._seconds("forward")) * v.any_layer
         # All loads but the last run beside updates and slow them, or come after them.
         last, before = load * v.any_layer, embedding.load.seconds * v.embedding + loads
-        row("the topmost layer: updates", self._updates_beside_loads(updates, before - last) + last, rest)
+        row("the topmost layer: updates", self.work.updates_beside_loads(updates, before - last) + last, rest)
         row("the topmost layer: loads", loaded + loads, rest)
         row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
         moves = self._layers_sum(lambda costs: (costs.update_host.dram_bytes + costs.load.dram_bytes) / rate)
         row("the topmost layer: DRAM", moved + moves, rest)
-        chain = self._updates_beside_loads(updates, before) + (head.update_host.seconds + head.load.seconds) * v.head
+        chain = (
+            self.work.updates_beside_loads(updates, before) + (head.update_host.seconds + head.load.seconds) * v.head
+        )
         row("the head: updates", chain, Linear())
         row("the head: loads", loaded + loads + head.load.seconds * v.head, Linear())
         traffic = head.update_host.dram_bytes + head.load.dram_bytes
@@ -370,10 +262,10 @@ class _TimeRows:
         """From a block's forward to its gradient, its store, update and load, and its next forward."""
         c, v = self.c, self.variables
         first = c.outline.groups[0]
-        forwards, slowest = self.forwards(first), first * max(self._seconds("forward"))
+        forwards, slowest = self.work.forwards(first), first * max(self._seconds("forward"))
         one_forward = first * min(self._seconds("forward")) * v.any_layer
         stored = self._stored()
-        update, load = (self.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
+        update, load = (self.work.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
         embedding = c.block_costs[0]
         edge = (embedding.store.seconds + embedding.update_host.seconds) * v.embedding
 
@@ -391,14 +283,14 @@ class _TimeRows:
                 "the lowest layer after the embedding", stored, edge, (update + load) * v.any_layer, from_lowest, middle
             )
             last_load = load * v.any_layer
-            chain = self._updates_beside_loads(updates, loads - last_load) + last_load
+            chain = self.work.updates_beside_loads(updates, loads - last_load) + last_load
             row("the topmost layer: updates", stored, edge, chain, one_forward, middle)
             row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
         else:
             # Updates follow gradients from the top down: those of the layers above come first.
             last = c.outline.groups[-1]
             complete = last * c.loss.seconds + last * min(self._seconds("backward")) * v.any_layer
-            store = self.least(lambda costs: costs.store.seconds)
+            store = self.work.least(lambda costs: costs.store.seconds)
             chain = updates + (store + load) * v.any_layer
             row("the lowest layer: updates", complete, chain, from_lowest, middle)
         for kind, layers in c.trained_kinds.items() if len(c.kinds) > 1 else ():
@@ -420,7 +312,7 @@ class _TimeRows:
         last = self.c.outline.groups[-1]
         left = last * max(self._seconds("backward")) * below
         turn = last * self.c.loss.seconds + self.c.block_costs[-1].finish_seconds
-        return self.backwards(last) - left + (turn + self.least(lambda costs: costs.finish_seconds))
+        return self.work.backwards(last) - left + (turn + self.work.least(lambda costs: costs.finish_seconds))
 
     def _stored(self) -> Linear:
         """From the last group's first loss to the end of the store of the lowest host-updated layer, which is last.
@@ -430,9 +322,9 @@ class _TimeRows:
         mip, c, v = self.mip, self.c, self.variables
         reload = reload_dram = Linear()
         if c.trained_kinds == c.kinds:
-            reload, reload_dram = self.reload, self.reload_dram
+            reload, reload_dram = self.work.reload, self.work.reload_dram
         stored, last = mip.quantity("stored_seconds"), c.outline.groups[-1]
-        store = self.least(lambda costs: costs.store.seconds) * v.any_layer
+        store = self.work.least(lambda costs: costs.store.seconds) * v.any_layer
         turn, one_backward = last * c.loss.seconds, last * min(self._seconds("backward"))
         stores = self._layers_sum(lambda costs: costs.store.seconds)
         mip.at_least("stored: backward", stored, self._backwards_to(c.model.num_layers - v.num_host) + store)
@@ -441,8 +333,8 @@ class _TimeRows:
         if c.trained_kinds != c.kinds:
             ends = 0.0
         mip.at_least("stored: loads", stored, reload + ends * v.any_reloads + store)
-        mip.at_least("stored: stores beside loads", stored, stores + self.both * reload)
-        mip.at_least("stored: loads beside stores", stored, reload + self.both * stores)
-        moved = self._layers_sum(lambda costs: costs.store.dram_bytes / self.dram_rate)
+        mip.at_least("stored: stores beside loads", stored, stores + self.work.both * reload)
+        mip.at_least("stored: loads beside stores", stored, reload + self.work.both * stores)
+        moved = self._layers_sum(lambda costs: costs.store.dram_bytes / self.work.dram_rate)
         mip.at_least("stored: DRAM", stored, moved + reload_dram)
         return stored

@@ -56,6 +56,7 @@ class Variables:
     returns: Linear  # of these, the ones that a backward passes through
     link_layers: dict[int, Linear]
     num_link: Linear
+    any_link: Linear  # 1: a layer's state streams
     state_slots: Linear
     later_states: Linear  # those that no slot holds when updates begin
     any_later_state: Linear
@@ -249,6 +250,7 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         returns,
         link_layers,
         num_link,
+        any_link,
         state_slots,
         later_states,
         any_later,

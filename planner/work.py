@@ -1,0 +1,140 @@
+"""Work: what an outline's decisions make each resource do in a step, as sums over layers of its program."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.coefficients import BlockCosts, Coefficients
+from planner.contention import update_loss
+from planner.mip import Linear, total
+from planner.state_rows import both_directions
+from planner.variables import Variables
+from simulator.replay import Price
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Sums over a step, in seconds where nothing else is said."""
+
+    c: Coefficients
+    variables: Variables
+
+    def forwards(self, group: int) -> Linear:
+        """A group's forward through all layers."""
+        counts = self.variables.levels.items()
+        return total(group * self.c.level_costs[key].forward_seconds * count for key, count in counts)
+
+    def backwards(self, group: int) -> Linear:
+        counts = self.variables.levels.items()
+        return total(group * self.c.level_costs[key].backward_seconds * count for key, count in counts)
+
+    def recomputes(self, group: int) -> float:
+        kinds = self.c.model.kind_of_block
+        return group * sum(self.c.recompute_seconds[kinds[layer]] for layer in self.c.recomputed_layers())
+
+    def host_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
+        """A cost summed over all blocks that are updated on the host."""
+        costs, variables = self.c.block_costs, self.variables
+        layers = [cost(costs[self.c.kinds[kind][0]]) * count for kind, count in variables.host_layers.items()]
+        return total([*layers, cost(costs[0]) * variables.embedding, cost(costs[-1]) * variables.head])
+
+    def link_sum(self, cost: Callable[[BlockCosts], float]) -> Linear:
+        """A cost summed over all layers whose state streams."""
+        costs, counts = self.c.block_costs, self.variables.link_layers
+        return total(cost(costs[self.c.kinds[kind][0]]) * count for kind, count in counts.items())
+
+    @property
+    def device_updates(self) -> Linear:
+        everything = sum(costs.update_device_seconds for costs in self.c.block_costs)
+        return everything - self.host_sum(lambda costs: costs.update_device_seconds)
+
+    @property
+    def compute(self) -> Linear:
+        step = self.c.outline.num_micro_batches
+        fixed = self.c.fixed_compute_seconds + self.recomputes(step)
+        return total([self.forwards(step), self.backwards(step), self.device_updates]) + fixed
+
+    def least(self, cost: Callable[[BlockCosts], float]) -> float:
+        """A cost's least value among the layers."""
+        return min(cost(self.c.block_costs[layers[0]]) for layers in self.c.kinds.values())
+
+    @property
+    def reload(self) -> Linear:
+        """Seconds of the link for the layers that come again in each forward."""
+        return self.least(lambda costs: costs.load.seconds) * self.variables.reloads
+
+    @property
+    def reload_dram(self) -> Linear:
+        """The same in seconds of host DRAM."""
+        return self.least(lambda costs: costs.load.dram_bytes) / self.dram_rate * self.variables.reloads
+
+    @property
+    def again(self) -> Linear:
+        """Layers that come again in a step: in every backward, and in every forward but the first group's."""
+        groups = len(self.c.outline.groups)
+        return groups * self.variables.returns + (groups - 1) * self.variables.reloads
+
+    @property
+    def dram_rate(self) -> float:
+        return self.c.sharing.dram_bytes_per_second
+
+    @property
+    def h2d(self) -> Linear:
+        """Every host-updated block's weights come in the first group's forward, some again in each later piece.
+
+        And every streamed state once.
+        """
+        batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
+        first = self.host_sum(lambda costs: costs.load.seconds)
+        states = self.link_sum(lambda costs: costs.load_state.seconds)
+        activations = self.c.outline.num_micro_batches * self.c.load_activation.seconds * self.inputs_back
+        again = self.least(lambda costs: costs.load.seconds) * self.again
+        return first + states + again + batches + activations
+
+    @property
+    def d2h(self) -> Linear:
+        activations = self.c.outline.num_micro_batches * self.c.store_activation.seconds * self.variables.num_waiting
+        states = self.link_sum(lambda costs: costs.store_state.seconds)
+        return self.host_sum(lambda costs: costs.store.seconds) + states + activations
+
+    @property
+    def inputs_back(self) -> Linear:
+        """How often one micro-batch's inputs come back: where checkpoints are sparse, for the recomputation too."""
+        variables, interval = self.variables, self.c.outline.checkpoint_interval
+        if interval == 1:
+            return variables.num_waiting
+        alone = len(self.c.model.backward_layers) % interval == 1  # the topmost is a segment of its own
+        return 2 * variables.num_waiting - int(alone) * variables.any_waiting
+
+    @property
+    def host_updates(self) -> Linear:
+        return self.host_sum(lambda costs: costs.update_host.seconds)
+
+    @property
+    def slowed(self) -> float:
+        """What a second of copies takes from compute beside it."""
+        return 1 - self.c.sharing.compute_beside_copies
+
+    @property
+    def both(self) -> float:
+        """What a second of one link direction takes from the other beside it."""
+        return both_directions(self.c.sharing)
+
+    def update_loss(self, copy: Callable[[BlockCosts], Price], *, both_ways: bool = True) -> float:
+        """What a second of loads or of stores takes from host updates beside it."""
+        layers = (layers[0] for layers in self.c.kinds.values())
+        kinds = [self.c.block_costs[block] for block in (0, *layers, -1)]
+        updates = [costs.update_host for costs in kinds]
+        return update_loss(self.c.sharing, updates, map(copy, kinds), both_ways=both_ways)
+
+    def updates_beside_loads(self, updates: Linear, loads: Linear) -> Linear:
+        """With exact clipping: when all updates have ended and all these loads, each of which follows its update.
+
+        Gradients leave in the order of updates turned round, so no store of theirs is left once the first update has
+        begun. States and layer inputs may leave then: where there are such, loads may have had one beside them.
+        """
+        c, others = self.c, self.variables.any_link + self.variables.any_waiting
+        least = self.update_loss(lambda costs: costs.load)
+        more = self.update_loss(lambda costs: costs.load, both_ways=False) - least
+        edges = c.block_costs[0].load.seconds + c.block_costs[-1].load.seconds
+        most = edges + sum(len(layers) * c.block_costs[layers[0]].load.seconds for layers in c.kinds.values())
+        return updates + least * loads + more * (loads - most * others)
