@@ -217,7 +217,7 @@ def test_what_lives_where_adds_up_to_the_peaks(planned: Plan) -> None:
     state = 10 * sum(
         planned.model.block(block).num_elements
         for block, home in enumerate(planned.policy.optimizer_homes)
-        if home == "host"
+        if home in ("host", "streamed")
     )
     assert held["optimizer state"]["host"] == state
 
