@@ -11,7 +11,7 @@ from planner.plan import Plan
 from simulator.activations import waiting_layers
 from simulator.placement import place
 from simulator.policy import Policy
-from simulator.predict import StepFigures, host_process_bytes
+from simulator.predict import StepFigures, device_process_bytes, host_process_bytes
 from simulator.program import Role, Tier
 from simulator.units import format_bytes
 
@@ -220,7 +220,7 @@ def held_bytes(plan: Plan) -> dict[str, dict[str, float]]:
     if plan.hardware.shared_memory:
         peaks, context = {"memory": figures.host_peak_bytes}, 0.0
     else:
-        peaks, context = {"device": figures.device_peak_bytes, **peaks}, plan.hardware.context_bytes.value
+        peaks, context = {"device": figures.device_peak_bytes, **peaks}, float(device_process_bytes(plan.hardware))
     for tier, own in (("memory", process), ("device", context), ("host", process), ("nvme", 0.0)):
         if tier in peaks:
             persistent = sum(row.get(tier, 0.0) for row in held.values())

@@ -24,7 +24,7 @@ class Budget:
 
     device_bytes: int
     host_bytes: int
-    context_bytes: int = 0
+    device_process_bytes: int = 0
     host_process_bytes: int = 0
     shared_memory: bool = False  # device and host are the same RAM
 
@@ -59,7 +59,7 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
         _add_passing(mip, c, variables, passing)
     else:
         _add_sparse_passing(mip, c, variables, passing)
-    device = persistent + (1 + ALLOCATOR_SLACK) * passing + budget.context_bytes / GB
+    device = persistent + (1 + ALLOCATOR_SLACK) * passing + budget.device_process_bytes / GB
     host = total(num_bytes / GB * count for num_bytes, count in host_share)
     host += (memory.host_fixed_bytes + budget.host_process_bytes) / GB
     host += max(c.outline.groups) * c.hidden_bytes / GB * variables.num_waiting

@@ -10,7 +10,7 @@ from simulator.costs import OperationCosts, Pricing
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
-from simulator.predict import Prediction, StepFigures, host_process_bytes, predict
+from simulator.predict import Prediction, StepFigures, device_process_bytes, host_process_bytes, predict
 
 
 class Problem:
@@ -53,7 +53,7 @@ class Problem:
         return Budget(
             device_bytes=self.limits.device_memory_bytes,
             host_bytes=self.limits.host_memory_bytes,
-            context_bytes=round(self.hardware.context_bytes.value),
+            device_process_bytes=device_process_bytes(self.hardware),
             host_process_bytes=host_process_bytes(self.model, self.workload, self.hardware),
             shared_memory=self.hardware.shared_memory,
         )

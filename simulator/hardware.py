@@ -108,6 +108,8 @@ class HardwareProfile(Schema):
     host_optimizer_bytes_per_second: BytesPerSecond  # an AdamW-like pass on all cores, alone: read + written
     launch_seconds: Seconds  # from one small operation to the next, as one Python thread issues them
     context_bytes: BytesOrNone  # device memory in use before the first allocation; 0 on a CPU machine
+    # Device memory that libraries take beside a run's buffers: workspaces, one a stream; None: not known, counted as 0.
+    library_bytes: BytesOrNone | None = None
     host_base_bytes: Bytes  # resident size of a process that imported torch and transformers and opened the device
     sustained_factor: Share | None = None  # hot over cold rate of one product; the points are hot already
     price_per_hour: Price | None = None
@@ -259,6 +261,8 @@ class HardwareProfile(Schema):
         yield NamedFigure("host DRAM, optimizer alone", "bytes/s", self.host_optimizer_bytes_per_second)
         yield NamedFigure("launch of one operation", "s", self.launch_seconds)
         yield NamedFigure("device memory before the first allocation", "bytes", self.context_bytes)
+        if self.library_bytes is not None:
+            yield NamedFigure("device memory that libraries take", "bytes", self.library_bytes)
         yield NamedFigure("host memory of the bare process", "bytes", self.host_base_bytes)
         if self.disk.read_bytes_per_second is not None:
             yield NamedFigure("disk read", "bytes/s", self.disk.read_bytes_per_second)

@@ -116,11 +116,17 @@ def step_figures(
     )
 
 
+def device_process_bytes(hardware: HardwareProfile) -> int:
+    """What a process takes of device memory beside its buffers: the context, and workspaces of libraries."""
+    libraries = 0.0 if hardware.library_bytes is None else hardware.library_bytes.value
+    return round(hardware.context_bytes.value + libraries)
+
+
 def device_peak_bytes(program: StepProgram, timeline: Timeline, hardware: HardwareProfile) -> int:
-    """The device's context, persistent buffers, and what passes through a step with the allocator's slack."""
+    """What the process takes, persistent buffers, and what passes through a step with the allocator's slack."""
     persistent = sum(b.num_bytes for b in program.buffers.values() if b.persistent and b.tier == "device")
     passing = timeline.peak_bytes.get("device", 0) - persistent
-    return round(hardware.context_bytes.value + persistent + passing * (1 + ALLOCATOR_SLACK))
+    return device_process_bytes(hardware) + round(persistent + passing * (1 + ALLOCATOR_SLACK))
 
 
 def host_peak_bytes(model: ModelSpec, workload: Workload, timeline: Timeline, hardware: HardwareProfile) -> int:

@@ -20,6 +20,7 @@ from simulator.bench.bench import CPU_SCALE, CUDA_SCALE, QUICK_SCALE, Bench, new
 from simulator.bench.compute import measure_attention, measure_launch, measure_matmul
 from simulator.bench.disk import measure_disk
 from simulator.bench.memory import measure_device_memory, measure_link_and_dram
+from simulator.datasheet import LIBRARIES
 from simulator.errors import ConveyorError
 from simulator.figure import Figure, format_value
 from simulator.hardware import HardwareProfile
@@ -79,6 +80,7 @@ def probe(
         host_optimizer_bytes_per_second=rates.optimizer,
         launch_seconds=launch,
         context_bytes=context,
+        library_bytes=None if bench.cpu else LIBRARIES,
         host_base_bytes=base,
         sustained_factor=sustained_factor,
     )

@@ -64,7 +64,7 @@ def persistent_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("place", "share"), [("allocating the training state", 0.5), ("launching operation forward.", 1.15)]
+    ("place", "share"), [("allocating the training state", 0.5), ("launching operation forward.", 2.0)]
 )
 def test_a_device_that_is_too_small_is_explained(tmp_path: Path, place: str, share: float) -> None:
     context = round(load_hardware("h200").context_bytes.value)

@@ -107,7 +107,7 @@ def master_weights(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
     for block in range(model.num_blocks):
         state = trainer.memory.state(block)
-        master = state.weights if state.low is None else merge_planes(state.weights, state.low)
+        master = state.weights if state.low is None else merge_planes(state.weights.cpu(), state.low.cpu())
         for tensor in model.block(block).tensors:
             found[model.block_prefix(block) + tensor.name] = tensor_view(master, tensor).detach().cpu().clone()
     return found
