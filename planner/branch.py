@@ -73,6 +73,7 @@ class Search:
     seen: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     queued: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     tightened: dict[Outline, int] = field(default_factory=dict)
+    short: dict[Outline, dict[str, int]] = field(default_factory=dict)  # bytes by which memory was tightened, by tier
     spent: int = 0
     wide: bool = False  # states may stream and layer inputs wait on the host
 
@@ -134,6 +135,7 @@ class Search:
         self.wide, self.spent, self.queue = True, 0, []
         self.queued.clear()
         self.tightened.clear()
+        self.short.clear()
         for outline in self.outlines:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
         candidates = self.outlines
@@ -163,8 +165,12 @@ class Search:
                 self._replay(outline, decisions)
 
     def _solve(self, outline: Outline, over: Mapping[str, int] | None = None) -> None:
-        """Queue the program's decisions for an outline; `over` is what a replay of it took beyond the limits."""
-        short = {tier: round(1.02 * num_bytes) for tier, num_bytes in (over or {}).items()}
+        """Queue the program's decisions for an outline; `over` is what its last replay took beyond the limits."""
+        short = dict(self.short.get(outline, {})) if over else {}
+        for tier, num_bytes in (over or {}).items():
+            short[tier] = short.get(tier, 0) + round(1.02 * num_bytes)
+        if short:
+            self.short[outline] = short
         budget = self.problem.budget
         budget = replace(
             budget,
@@ -174,8 +180,9 @@ class Search:
         formulation = self._formulation(outline, budget)
         decisions = self._decide(outline, formulation, keep_bound=not short)
         if decisions is not None:
-            bound = formulation.mip.objective.value(formulation.evaluate(decisions))
-            self._push(max(bound, self.bounds[outline]), outline, decisions)
+            bound = max(formulation.mip.objective.value(formulation.evaluate(decisions)), self.bounds[outline])
+            # Until something fits, what was solved with less memory comes before neighbours of what did not fit.
+            self._push(-math.inf if short and self.best is None else bound, outline, decisions)
 
     def _formulation(self, outline: Outline, budget: Budget) -> Formulation:
         formulation = self.problem.formulation(outline, budget)

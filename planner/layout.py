@@ -86,27 +86,45 @@ def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:
 
 def _with_lower_peak(c: Coefficients, levels: dict[int, Keeping]) -> dict[int, Keeping]:
     """Where kinds alternate, each kind's own order is not the best: exchange levels while that lowers the peak."""
-    peak = _passing_peak(c, levels)
+    kept, transient = _passing_bytes(c)
+    peak = _passing_peak(c, levels, kept, transient)
     pairs = [pair for layers in c.kinds.values() for pair in combinations(layers, 2)]
     improved = True
     while improved:
         improved = False
         for one, other in pairs:
+            if levels[one] == levels[other]:
+                continue
             exchanged = {**levels, one: levels[other], other: levels[one]}
-            lower = _passing_peak(c, exchanged)
+            lower = _passing_peak(c, exchanged, kept, transient)
             if lower < peak:
                 levels, peak, improved = exchanged, lower, True
     return levels
 
 
-def _passing_peak(c: Coefficients, levels: dict[int, Keeping]) -> int:
+Bytes = dict[tuple[int, Keeping], int]  # by layer and how it keeps
+
+
+def _passing_bytes(c: Coefficients) -> tuple[Bytes, Bytes]:
+    """What a layer keeps of the largest group, and what its backward takes beside, for each way to keep."""
+    backward, group = set(c.model.backward_layers), max(c.outline.groups)
+    kept: Bytes = {}
+    transient: Bytes = {}
+    for layer in c.model.layers:
+        for level in c.levels:
+            key = (c.model.kind_of_block[layer], level)
+            kept[layer, level] = group * c.waiting_bytes(key) if layer in backward else 0
+            transient[layer, level] = c.level_costs[key].backward_transient_bytes
+    return kept, transient
+
+
+def _passing_peak(c: Coefficients, levels: dict[int, Keeping], kept: Bytes, transient: Bytes) -> int:
     """Bytes at the worst backward, but for what all layouts share."""
     alive = peak = 0
     for layer in c.model.layers:
-        costs = c.level_costs[c.model.kind_of_block[layer], levels[layer]]
-        if layer in c.model.backward_layers:
-            alive += max(c.outline.groups) * c.waiting_bytes((c.model.kind_of_block[layer], levels[layer]))
-        peak = max(peak, alive + costs.backward_transient_bytes)
+        key = (layer, levels[layer])
+        alive += kept[key]
+        peak = max(peak, alive + transient[key])
     return peak
 
 
