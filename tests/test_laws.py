@@ -31,7 +31,7 @@ FACTORS = (1.05, 1.3, 2.0, 8.0)
 RICHER = ("device memory", "host memory", "link", "compute", "host DRAM")
 
 UNHURRIED = tuple(HealthCheck)  # a problem takes hundreds of draws, a plan a second
-FEW = settings(max_examples=8, derandomize=True, deadline=None, database=None, suppress_health_check=UNHURRIED)
+FEW = settings(max_examples=4, derandomize=True, deadline=None, database=None, suppress_health_check=UNHURRIED)
 MANY = settings(FEW, max_examples=30)
 randoms = st.randoms(use_true_random=False)
 

@@ -208,8 +208,8 @@ def test_shared_memory_counts_both_tiers_against_the_host() -> None:
     ("device_gib", "host_gib", "resource", "other_way"),
     [
         (6, 120, "device memory", None),
-        (24, 87, "host memory", "device memory"),
-        (20, 64, "device memory", "host memory"),
+        pytest.param(24, 87, "host memory", "device memory", marks=pytest.mark.slow),
+        pytest.param(20, 64, "device memory", "host memory", marks=pytest.mark.slow),
     ],
 )
 def test_memory_that_a_message_asks_for_is_enough(
@@ -229,6 +229,7 @@ def test_memory_that_a_message_asks_for_is_enough(
     assert enough.prediction.device_peak_bytes <= (device_gib + 1e-6) * GIB
 
 
+@pytest.mark.slow
 def test_smaller_workloads_that_would_fit_are_named_and_do_fit() -> None:
     wanted = {"sequence_length": 2048, "tokens_per_step": 32768, "gradient_format": "fp32"}
     with pytest.raises(InfeasiblePlan) as caught:
