@@ -6,20 +6,17 @@ Micro-batches keep their size, so an ablated run trains the same numbers as the 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.alternatives import Restriction, all_on_host, all_streamed, held, only_level
-from planner.branch import Found, Search
+from planner.alternatives import Restriction, all_on_host, all_streamed, best_restricted, held, only_level
+from planner.branch import IMPROVEMENT_OPERATIONS
 from planner.coefficients import Outline
 from planner.formulation import Formulation
 from planner.outlines import outlines
-from planner.plan import Bound, Plan
-from planner.problem import Problem
-from planner.search import GREEDY, price_shares
+from planner.plan import Plan
+from planner.search import GREEDY, promises
 from planner.task import Task
 from simulator.errors import InputError
 from simulator.nearest import did_you_mean, nearest_name
 from simulator.policy import SAVE_LEVELS, Policy
-
-GAP = 1e-3
 
 
 def _unrestricted(formulation: Formulation) -> None:
@@ -85,25 +82,8 @@ def ablate(plan: Plan, name: str) -> Plan | None:
     same = (outline for outline in outlines(plan.model, task.workload) if outline.micro_batch_rows == rows)
     allowed = [outline for outline in same if ablation.allowed(outline)]
     problem = task.problem()
-    best: Found | None = None
-    for restriction in ablation.restrictions:
-        search = Search(
-            problem, allowed, gap=GAP, tolerance=GAP, solver=plan.solver.name != GREEDY, restrict=restriction,
-            best=None if best is None else (best.policy, best.figures),
-        )  # fmt: skip
-        best = search.run() or best
-    return None if best is None else _planned(plan, problem, best)
-
-
-def _planned(plan: Plan, problem: Problem, found: Found) -> Plan:
-    prediction = problem.predict(found.policy)
-    seconds = prediction.figures.step_seconds
-    changes = {
-        "policy": found.policy,
-        "prediction": prediction.figures,
-        "bound": Bound(step_seconds=found.bound_seconds, gap=max(0.0, 1 - found.bound_seconds / seconds)),
-        "baselines": {},
-        "busy_seconds": prediction.timeline.busy_seconds(),
-        "price_shares": price_shares(problem, found.policy, prediction),
-    }
-    return plan.model_copy(update=changes).hashed()
+    found = best_restricted(
+        problem, allowed, ablation.restrictions, solver=plan.solver.name != GREEDY,
+        improvement_operations=IMPROVEMENT_OPERATIONS,
+    )  # fmt: skip
+    return None if found is None else plan.model_copy(update={**promises(problem, found), "baselines": {}}).hashed()

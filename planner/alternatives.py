@@ -4,7 +4,7 @@ Each is a search of its own in which one decision is turned another way and all 
 another micro-batch size keep the plan's, so that they train the same numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.branch import Found, Search
@@ -57,7 +57,10 @@ def alternatives(plan: Plan, *, report: Report = lambda words: None) -> list[Alt
         problem = task.problem()
         if any(outline.micro_batch_rows != plan.policy.micro_batch_rows for outline in kind.outlines):
             problem = task.with_workload(micro_batch_rows=None).problem()
-        best = _best(problem, kind, solver=plan.solver.name != GREEDY)
+        best = best_restricted(
+            problem, kind.outlines, kind.restrictions, solver=plan.solver.name != GREEDY,
+            improvement_operations=IMPROVEMENT_OPERATIONS,
+        )  # fmt: skip
         found.append(Alternative(kind=kind.words) if best is None else _priced(plan, kind, best))
     return sorted(found, key=lambda item: (item.extra_seconds is None, item.extra_seconds))
 
@@ -74,12 +77,20 @@ def _priced(plan: Plan, kind: _Kind, found: Found) -> Alternative:
     )
 
 
-def _best(problem: Problem, kind: _Kind, *, solver: bool) -> Found | None:
+def best_restricted(
+    problem: Problem,
+    outlines: list[Outline],
+    restrictions: Sequence[Restriction],
+    *,
+    solver: bool,
+    improvement_operations: int,
+) -> Found | None:
+    """The fastest of what searches held to one restriction each find; `improvement_operations` is that of each."""
     best: Found | None = None
-    for restriction in kind.restrictions:
+    for restriction in restrictions:
         search = Search(
-            problem, kind.outlines, gap=GAP, tolerance=GAP, solver=solver, restrict=restriction,
-            improvement_operations=IMPROVEMENT_OPERATIONS, best=None if best is None else (best.policy, best.figures),
+            problem, outlines, gap=GAP, tolerance=GAP, solver=solver, restrict=restriction,
+            improvement_operations=improvement_operations, best=None if best is None else (best.policy, best.figures),
         )  # fmt: skip
         best = search.run() or best
     return best

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from planner.baselines import baselines
-from planner.branch import Search
+from planner.branch import Found, Search
 from planner.coefficients import Outline, base_policy
 from planner.infeasible import explain_infeasible
 from planner.outlines import outlines
@@ -60,22 +61,29 @@ def plan(
         raise explain_infeasible(problem, solver=version is not None, with_suggestions=with_suggestions)
     searched = time.perf_counter()
     rivals: dict[str, Baseline] = baselines(problem, solver=version is not None) if with_baselines else {}
-    prediction = problem.predict(found.policy)
-    step_seconds = prediction.figures.step_seconds
     return Plan(
         inputs=plan_inputs(model, workload, hardware, problem.limits, costs, model_path=model_path),
-        policy=found.policy,
-        prediction=prediction.figures,
-        bound=Bound(step_seconds=found.bound_seconds, gap=max(0.0, 1 - found.bound_seconds / step_seconds)),
+        **promises(problem, found),
         baselines=rivals,
         solver=_report(version, gap, search.counts),
-        busy_seconds=prediction.timeline.busy_seconds(),
-        price_shares=price_shares(problem, found.policy, prediction),
         model=model,
         hardware=hardware,
         costs=costs,
         timings={"search_seconds": searched - started, "baselines_seconds": time.perf_counter() - searched},
     ).hashed()
+
+
+def promises(problem: Problem, found: Found) -> dict[str, Any]:
+    """The fields of a plan that say what was found and what it will do."""
+    prediction = problem.predict(found.policy)
+    gap = max(0.0, 1 - found.bound_seconds / prediction.figures.step_seconds)
+    return {
+        "policy": found.policy,
+        "prediction": prediction.figures,
+        "bound": Bound(step_seconds=found.bound_seconds, gap=gap),
+        "busy_seconds": prediction.timeline.busy_seconds(),
+        "price_shares": price_shares(problem, found.policy, prediction),
+    }
 
 
 def _refuse_what_is_not_built(model: ModelSpec, workload: Workload, limits: Limits | None) -> None:
