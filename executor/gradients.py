@@ -16,8 +16,12 @@ ROW_ELEMENTS = 1 << 12
 HOST_CHUNK_ELEMENTS = 1 << 18  # 2 MiB of scratch in double precision
 DEVICE_CHUNK_ELEMENTS = 1 << 22
 
-# What an accumulator may be rounded to.
-GRADIENT_DTYPES = {torch.float32: (torch.bfloat16, torch.float32), torch.float64: (torch.float64,)}
+# What an accumulator may be rounded to. One of bf16 has nothing to sum: its gradient was rounded as it was formed.
+GRADIENT_DTYPES = {
+    torch.bfloat16: (torch.bfloat16,),
+    torch.float32: (torch.bfloat16, torch.float32),
+    torch.float64: (torch.float64,),
+}
 
 
 @torch.no_grad()
@@ -52,7 +56,7 @@ def accumulate(
 def finish_gradient(accumulator: Tensor, out: Tensor, squared_norm: Tensor, *, gradient_dtype: torch.dtype) -> None:
     """Round the flat `accumulator` once to `gradient_dtype` and write it into `out`.
 
-    An fp32 accumulator is rounded to bf16 or kept in fp32; fp64 stays fp64.
+    An fp32 accumulator is rounded to bf16 or kept in fp32; bf16 and fp64 stay what they are.
 
     `out`, as long as the accumulator, is of `gradient_dtype`, or is the accumulator itself: then the rounded values
     stand in the accumulator's wider storage. `squared_norm` (one element, double precision) receives the sum of

@@ -39,7 +39,9 @@ class Sums:
             return left @ right
         total = self._views[index]
         self._added.add(index)
-        if left.is_cuda and left.dtype == torch.bfloat16 and total.dtype == torch.float32:
+        if left.is_cuda and left.dtype == total.dtype and self._first:
+            torch.mm(left, right, out=total)
+        elif left.is_cuda and left.dtype == torch.bfloat16 and total.dtype == torch.float32:
             if self._first:
                 torch.mm(left, right, out_dtype=torch.float32, out=total)
             else:

@@ -16,6 +16,7 @@ from simulator.errors import InputError
 from simulator.freezing import unfrozen
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
+from simulator.placement import gradients_written_once
 from simulator.policy import Policy, Workload
 from simulator.program import Buffer, Kind, Operation, Role
 from simulator.replay import Price, Sharing
@@ -95,6 +96,8 @@ def operation_key(operation: Operation, model: ModelSpec, workload: Workload, po
         return ".".join([*parts, operation.resource.value, policy.gradient_format, policy.state_format])
     if operation.kind in (Kind.LOAD_STATE, Kind.STORE_STATE):
         return ".".join([*parts, policy.state_format])
+    if operation.kind is Kind.FINISH_GRADIENT and operation.block in model.layers:
+        parts += ["written"] if gradients_written_once(workload, policy) else []
     if operation.kind in (Kind.FINISH_GRADIENT, Kind.STORE_GRADIENT):
         return ".".join([*parts, policy.gradient_format])
     return ".".join(parts)

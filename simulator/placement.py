@@ -35,6 +35,7 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     optimizer_bytes = state_bytes(workload.precision, policy.state_format)
     elements = [model.block(block).num_elements for block in range(model.num_blocks)]
     same_format = completed_bytes == precision.accumulator
+    written_once = gradients_written_once(workload, policy)
     one_group = len(policy.groups) == 1
     buffers: dict[str, Buffer] = {}
 
@@ -70,10 +71,8 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
             add(f"host.gradient.{block}", Tier.HOST, Role.GRADIENT, count * completed_bytes, block)
 
         slab = slab_of.get(block, "")
-        if one_group and same_format and slab:
-            accumulator = gradient = slab
-        elif one_group and same_format:
-            accumulator = gradient = f"device.gradient.{block}"
+        if one_group and (same_format or (written_once and block in model.layers)):
+            accumulator = gradient = slab or f"device.gradient.{block}"
         elif one_group:
             shared_accumulator = max(shared_accumulator, count * precision.accumulator)
             accumulator = "device.accumulator"
@@ -141,6 +140,15 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         tied_accumulator=tied,
         lowest=model.trained_blocks[0],
     )
+
+
+def gradients_written_once(workload: Workload, policy: Policy) -> bool:
+    """Whether a layer's backward writes its gradient as it stays: in a step of one micro-batch there is nothing to sum.
+
+    Its products are rounded to bf16 as they are formed, once, like a sum. Embedding and head sum all the same, over
+    tokens and chunks.
+    """
+    return policy.num_micro_batches == 1 and (workload.precision, policy.gradient_format) == ("bf16", "bf16")
 
 
 def streamed_updates(model: ModelSpec, policy: Policy) -> list[int]:

@@ -8,7 +8,7 @@ from simulator.activations import hidden_bytes
 from simulator.formats import PRECISIONS, gradient_bytes, state_bytes
 from simulator.hardware import HardwareProfile, LinkDirection
 from simulator.model import ModelSpec
-from simulator.placement import batch_bytes
+from simulator.placement import batch_bytes, gradients_written_once
 from simulator.policy import SAVE_LEVELS, Policy, Workload
 from simulator.program import Kind, Operation, Resource
 
@@ -82,6 +82,8 @@ class Roofline:
                 rate = hardware.matmul_flops_per_second(precision, self.policy.head_chunk_tokens)
                 num_bytes = (4 if self._fused_loss else 10) * self.tokens * model.vocab_size
                 return formulas.head_matmul_flops(model, self.tokens) / rate + num_bytes / hbm
+            case Kind.FINISH_GRADIENT if operation.block in model.layers and self._gradients_written_once:
+                return launch + elements * completed / hbm  # the norm alone
             case Kind.FINISH_GRADIENT:
                 return launch + elements * (width.accumulator + completed) / hbm
             case Kind.UPDATE:
@@ -112,6 +114,10 @@ class Roofline:
     @property
     def _hidden_bytes(self) -> int:
         return hidden_bytes(self.model, self.workload, self.policy.micro_batch_rows)
+
+    @property
+    def _gradients_written_once(self) -> bool:
+        return gradients_written_once(self.workload, self.policy)
 
     @property
     def _fused_loss(self) -> bool:

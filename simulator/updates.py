@@ -94,12 +94,17 @@ def state_turns(
 def pending_updates(model: ModelSpec, policy: Policy, placement: Placement, turns: StateTurns) -> Iterator[Operation]:
     """What a step begins with under clipping global: all updates but those whose state is not there yet.
 
-    Streamed states first: the sooner one leaves, the sooner the next one comes.
+    The host's first: operations are launched in this order, and launches wait for room in the GPU's queue. Then
+    streamed states: the sooner one leaves, the sooner the next one comes.
     """
+    others = [block for block in model.trained_blocks if block not in placement.state_slots]
+    for block in others:
+        if policy.optimizer_homes[block] == "host":
+            yield update(policy, placement, block)
     for block in turns.first:
         yield from _streamed_update(policy, placement, block)
-    for block in model.trained_blocks:
-        if block not in placement.state_slots:
+    for block in others:
+        if policy.optimizer_homes[block] != "host":
             yield update(policy, placement, block)
 
 

@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -18,3 +19,16 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("executor.data.corpus.default_folder", lambda: folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _device_to_itself(request: pytest.FixtureRequest) -> None:
+    """A test on CUDA finds the device without what earlier tests of the process left for Python's collector."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

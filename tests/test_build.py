@@ -10,7 +10,7 @@ from symbolic_run import TORN, Variant, plain_training, run_in_order
 from simulator.build import build
 from simulator.check import check
 from simulator.model import ModelSpec
-from simulator.policy import Policy, uniform_policy
+from simulator.policy import Home, Policy, uniform_policy
 from simulator.program import Kind, Operation, Program, Resource, Role, StepProgram, Tier
 
 SEEDS = range(100)
@@ -164,6 +164,37 @@ def test_gradients_are_finished_once_after_the_last_backward_and_updates_read_th
         assert "clip" not in names
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_layer_sums_its_gradient_only_where_there_is_something_to_sum(home: Home, micro_batches: int) -> None:
+    """One micro-batch's bf16 gradient is written where it waits, or leaves from; embedding and head sum tokens too."""
+    model, workload = small_model(3), small_workload(micro_batches, gradient_format="bf16")
+    policy = uniform_policy(
+        model, workload, micro_batch_rows=1, groups=(micro_batches,), weights=home, optimizer=home
+    )  # fmt: skip
+    program = build(model, workload, policy)
+    finished = [operation for operation in program.steady if operation.kind is Kind.FINISH_GRADIENT]
+    for operation in finished:
+        written = operation.block in model.layers and micro_batches == 1
+        assert (operation.source("gradient_sum") == operation.target("gradient.")) == written
+    sums = {name: b.num_bytes for name, b in program.buffers.items() if b.role is Role.ACCUMULATOR}
+    edges = [4 * model.block(block).num_elements for block in (0, model.head)]
+    everything = [4 * model.block(block).num_elements for block in range(model.num_blocks)]
+    assert sums == {"device.accumulator": max(edges if micro_batches == 1 else everything)}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_host_updates_are_launched_first(seed: int) -> None:
+    """Launches wait for room in the GPU's queue, and the host would wait with them."""
+    _, _, step_program = case(seed)
+    pending = [operation for operation in step_program.drain if operation.kind is Kind.UPDATE]
+    on_host = [operation.resource is Resource.HOST for operation in pending]
+    assert on_host == sorted(on_host, reverse=True)
+    for resource in (Resource.HOST, Resource.COMPUTE):
+        blocks = [operation.block for operation in pending if operation.resource is resource]
+        assert len(set(blocks)) == len(blocks)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_updates_wait_for_the_next_step_only_under_exact_clipping(seed: int) -> None:
     model, policy, step_program = case(seed)
@@ -175,18 +206,17 @@ def test_updates_wait_for_the_next_step_only_under_exact_clipping(seed: int) -> 
     if policy.clipping == "global":
         assert updates(step_program.first) == []
         assert updates(step_program.steady) == updates(step_program.drain)
-        # Low blocks first; those whose state streams in a line of their own.
-        by_link = [home == "streamed" for home in policy.optimizer_homes]
-        for streams in (False, True):
-            line = [block for block in updates(step_program.steady) if by_link[block] == streams]
-            assert line == [block for block in everything if by_link[block] == streams]
+        # Low blocks first, in a line for each home of the state.
+        for home in ("host", "device", "streamed"):
+            line = [block for block in updates(step_program.steady) if policy.optimizer_homes[block] == home]
+            assert line == [block for block in everything if policy.optimizer_homes[block] == home]
         # What the host updated and HBM holds comes back, also before a save or an evaluation.
         others = [operation.block for operation in step_program.drain if operation.name.endswith(".updated")]
         homes = zip(policy.optimizer_homes, policy.weight_homes, strict=True)
         assert others == [block for block, pair in enumerate(homes) if pair == ("host", "device")]
         # And all states are at home again.
         stored = [operation.block for operation in step_program.drain if operation.kind is Kind.STORE_STATE]
-        assert stored == [block for block in everything if by_link[block]]
+        assert stored == [block for block in everything if policy.optimizer_homes[block] == "streamed"]
     else:
         # As gradients complete: from the head down.
         assert updates(step_program.first) == updates(step_program.steady) == everything[::-1]

@@ -92,6 +92,22 @@ def test_keys_name_what_the_price_depends_on() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+def test_the_norm_of_a_gradient_that_nothing_sums_has_a_price_of_its_own() -> None:
+    model, workload = small_model(2), small_workload(1, gradient_format="bf16")
+    policy = uniform_policy(model, workload, micro_batch_rows=1, groups=(1,), head_chunk_tokens=64)
+    found = operations((model, workload, policy))
+    keys = {
+        block: operation_key(found[f"finish_gradient.{block}"], model, workload, policy)
+        for block in range(model.num_blocks)
+    }
+    assert keys == {
+        0: "finish_gradient.embedding.embedding.bf16",
+        1: "finish_gradient.layer.full_attention.written.bf16",
+        2: "finish_gradient.layer.full_attention.written.bf16",
+        3: "finish_gradient.head.untied.bf16",
+    }
+
+
 def test_operations_of_one_key_differ_only_in_place() -> None:
     for seed in range(40):
         model, workload, policy = random_case(seed)

@@ -92,6 +92,15 @@ def test_rounded_once_and_the_same_bits_wherever_it_waits(num_elements: int, gra
     assert elsewhere == pytest.approx(math.fsum((rounded.double() ** 2).tolist()), rel=1e-14)
 
 
+def test_what_was_rounded_as_it_was_formed_stays_and_has_the_norm_of_its_sum() -> None:
+    accumulator = torch.randn(70_000, generator=torch.Generator().manual_seed(4)) * 1e-3
+    written = accumulator.bfloat16()
+    before = written.clone()
+    norm = finish(written, written, torch.bfloat16)
+    assert torch.equal(written, before)
+    assert norm == finish(accumulator, torch.empty_like(written), torch.bfloat16)
+
+
 def test_threads_do_not_change_the_norm() -> None:
     accumulator = torch.randn(700_001, generator=torch.Generator().manual_seed(0))
     before, norms = torch.get_num_threads(), set()

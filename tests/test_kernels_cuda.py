@@ -14,6 +14,7 @@ import executor.gradients
 from executor.adamw import adamw_device, adamw_host, clip_scalars, step_scalars
 from executor.gradients import accumulate, finish_gradient
 from executor.planes import merge_planes, split_planes
+from executor.weight_gradients import SUMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,6 +134,32 @@ def test_gradients_are_rounded_as_on_the_host(backend: str, gradient_dtype: torc
     assert torch.equal(device.cpu(), rounded.float())
     assert norms[0] == norms[1] == norms[2]
     assert float(norms[0]) == pytest.approx(float(rounded.double().square().sum()), rel=1e-13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_a_gradient_that_was_written_once_has_the_norm_of_its_sum(backend: str) -> None:
+    accumulator = (torch.randn(9_000_001, generator=torch.Generator().manual_seed(0)) * 1e-3).cuda()
+    written = accumulator.bfloat16()
+    before, norms = written.clone(), torch.zeros(2, dtype=torch.float64, device="cuda")
+    finish_gradient(written, written, norms[0], gradient_dtype=torch.bfloat16)
+    finish_gradient(accumulator, torch.empty_like(written), norms[1], gradient_dtype=torch.bfloat16)
+    assert torch.equal(written, before)
+    assert norms[0] == norms[1] != 0
+
+
+def test_a_product_is_rounded_once_into_its_gradient() -> None:
+    """Written in bf16 it is the fp32 product, rounded: no partial sum of it is rounded before."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=generator).cuda().bfloat16() for shape in ((768, 4096), (4096, 512)))
+    written = torch.full((768, 512), math.nan, dtype=torch.bfloat16, device="cuda")
+    total = torch.full((768, 512), math.nan, device="cuda")
+    for view in (written, total):
+        with SUMS.bound([view], first=True) as added:
+            SUMS.take(left, right, 0)
+        assert added == {0}
+    # The two may add their terms in another order: half a step of bf16 apart at most, and nearly all the same.
+    assert torch.allclose(written.float(), total, rtol=2**-7, atol=1e-3)
+    assert (written == total.bfloat16()).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3.4e38])

@@ -41,3 +41,23 @@ def test_sums_are_the_same_bits_as_when_added_afterwards(precision: Precision, l
         assert torch.equal(grad_hidden, other_grad_hidden)
     assert torch.equal(sums["inside"], sums["afterwards"])
     assert not sums["inside"].isnan().any()
+
+
+def test_one_micro_batch_writes_the_gradient_that_its_sum_is_rounded_to() -> None:
+    config = tiny_config()
+    model = model_spec(config)
+    block = model.block(1)
+    templates = LayerTemplates(config, model, precision="bf16", compiled=True)
+    generator = torch.Generator().manual_seed(3)
+    flat = (0.05 * torch.randn(block.num_elements, generator=generator)).bfloat16()
+    hidden, upstream = torch.randn(2, 2, 16, model.hidden_size, generator=generator).bfloat16()
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        accumulator = torch.full((block.num_elements,), float("nan"), dtype=dtype)
+        views = list(tensor_views(block, accumulator).values())
+        _, kept = templates.forward(1, flat, hidden, "keep")
+        _, gradients = templates.backward(1, flat, kept, upstream, views, first=True)
+        accumulate(accumulator, views, gradients, first=True)
+        found[dtype] = accumulator.bfloat16()
+    assert torch.equal(found[torch.float32], found[torch.bfloat16])
+    assert found[torch.bfloat16].any()
