@@ -3,8 +3,9 @@
 The order of one step, and why:
 
 1. Updates that wait for the clip factor of the step before (clipping: global), low blocks first: the forward needs
-   them in that order. With layerwise or no clipping an update follows its gradient at once, inside the backward. What
-   updates take and where their state comes from is in simulator/updates.py.
+   them in that order. The host's stand before the GPU's: see `pending_updates`. With layerwise or no clipping an update
+   follows its gradient at once, inside the backward. What updates take and where their state comes from is in
+   simulator/updates.py.
 2. For each group of micro-batches: forward block by block, every micro-batch of the group in a block before the next
    block (weights arrive once a group), loss, backward in reverse. Micro-batches always ascend, so that sums of
    gradients do not depend on the grouping.
