@@ -105,9 +105,10 @@ class Operations:
         kept = f"hidden.{block}.{m}" not in operation.releases  # for the backward: it waits with its input
         # What is dropped at once costs compiled layers another compilation, and eager ones nothing.
         level = cast(SaveLevel, operation.level if kept or self.templates.compiled else "input")
+        place = self._place_ahead(operation, hidden)
         output, saved = self.templates.forward(block, weights, hidden, level, passing.get(f"batch.{m}"))
         del hidden
-        passing[f"hidden.{block + 1}.{m}"] = output
+        passing[f"hidden.{block + 1}.{m}"] = output if place is None else place.copy_(output)
         # At level `input` this is the input and, compiled, a graph over it: it costs no bytes of its own.
         if kept:
             passing[f"saved.{block}.{m}"] = saved
@@ -116,10 +117,10 @@ class Operations:
 
     def recompute(self, operation: Operation) -> None:
         block, m, passing = operation.block, operation.micro_batch, self.memory.passing
-        weights = self.memory.plane(operation.source("weights"), block)
-        passing[f"hidden.{block + 1}.{m}"], _ = self.templates.forward(
-            block, weights, self._layer_input(operation), "input", passing.get(f"batch.{m}")
-        )
+        weights, hidden = self.memory.plane(operation.source("weights"), block), self._layer_input(operation)
+        place = self._place_ahead(operation, hidden)
+        output, _ = self.templates.forward(block, weights, hidden, "input", passing.get(f"batch.{m}"))
+        passing[f"hidden.{block + 1}.{m}"] = output if place is None else place.copy_(output)
         self._release(operation)
 
     def loss(self, operation: Operation) -> None:
@@ -179,12 +180,13 @@ class Operations:
             views: list[torch.Tensor] = []
             if accumulator is not None:
                 views = list(tensor_views(self.model.block(block), accumulator).values())
+            place = self._place_ahead(operation, upstream)
             grad_hidden, gradients = self.templates.backward(
                 block, weights, kept, upstream, views, first=operation.first, documents=documents
             )
             if operation.writes_to(f"grad_hidden.{block}.{m}"):
-                passing[f"grad_hidden.{block}.{m}"] = grad_hidden
-            del grad_hidden
+                passing[f"grad_hidden.{block}.{m}"] = grad_hidden if place is None else place.copy_(grad_hidden)
+            del grad_hidden, place
             if accumulator is not None:
                 accumulate(accumulator, views, gradients, first=operation.first)
         del upstream
@@ -270,6 +272,16 @@ class Operations:
         # With layerwise or no clipping nobody has put the norm together yet.
         norm = self.norm if self.policy.clipping == "global" else memory.norms.sum().sqrt()
         memory.report[self.parity, 1].copy_(norm, non_blocking=True)
+
+    def _place_ahead(self, operation: Operation, like: torch.Tensor) -> torch.Tensor | None:
+        """Memory for what a layer at level `input` passes on, taken before the layer runs; None where it need not be.
+
+        Made by the layer, it would lie amid what the layer frees, and the next layer would find its memory in pieces:
+        under a cap, which such layers are for, the allocator then unmaps and maps memory in every operation.
+        """
+        if operation.level != "input" or not like.is_cuda:
+            return None
+        return torch.empty_like(like)
 
     def _accumulator(self, operation: Operation) -> torch.Tensor | None:
         """Where the operation's block sums its gradient; None where it is frozen."""

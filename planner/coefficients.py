@@ -288,7 +288,7 @@ class CoefficientTable:
         self.model, self.workload, self.prices_of, self.measured_levels = model, workload, prices_of, measured_levels
         self._first_of_kind = {model.kind_of_block[block]: block for block in reversed(range(model.num_blocks))}
         self._by_rows: dict[int, Coefficients] = {}
-        self._memory: dict[bool, MemoryTable] = {}
+        self._memory: dict[tuple[bool, bool], MemoryTable] = {}
 
     def of(self, outline: Outline) -> Coefficients:
         """The coefficients of one outline."""
@@ -346,10 +346,11 @@ class CoefficientTable:
         )
 
     def _memory_table(self, outline: Outline) -> MemoryTable:
-        one_group = len(outline.groups) == 1
-        if one_group not in self._memory:
-            self._memory[one_group] = self._place_variations(outline)
-        return self._memory[one_group]
+        # Where gradients are summed depends on no more of an outline.
+        sums = len(outline.groups) == 1, sum(outline.groups) == 1
+        if sums not in self._memory:
+            self._memory[sums] = self._place_variations(outline)
+        return self._memory[sums]
 
     def _place_variations(self, outline: Outline) -> MemoryTable:
         """Place small variations of one policy and take differences, so that placement stays the one table."""
