@@ -30,12 +30,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 20 steps on four rows each, twice through the data, saved once on its way."""
+    """A run of 20 steps on four rows each, two packed into 160 tokens: twice through the data."""
     output = tmp_path_factory.mktemp("runs") / "tuned"
     settings = [
-        f"model={smollm2}", f"data={QUESTIONS}", f"output={output}", "hardware=cpu-2-core", "sequence_length=128",
-        "tokens_per_step=512", f"max_steps={NUM_STEPS}", "learning_rate=1e-4", "lr_schedule=linear", "warmup_steps=2",
-        "precision=fp32", "device_memory=6GiB", "host_memory=8GiB", "save_every=12", "keep_checkpoints=1",
+        f"model={smollm2}", f"data={QUESTIONS}", f"output={output}", "hardware=cpu-2-core", "sequence_length=160",
+        "tokens_per_step=320", "packing=true", f"max_steps={NUM_STEPS}", "learning_rate=1e-4", "lr_schedule=linear",
+        "warmup_steps=2", "precision=fp32", "device_memory=6GiB", "host_memory=8GiB",
     ]  # fmt: skip
     assert main(["train", *settings]) == 0
     return output
