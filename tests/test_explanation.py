@@ -35,14 +35,14 @@ GIB = 2**30
 WORKLOAD = Workload(
     sequence_length=1024, tokens_per_step=4096, micro_batch_rows=2, gradient_format="bf16", compiled=False
 )
-LIMITS = Limits(device_memory_bytes=24 * GIB, host_memory_bytes=48 * GIB)
-# The 7B's edges and six of its layers: 2.5 B parameters, 46 GiB with everything on the device.
+LIMITS = Limits(device_memory_bytes=18 * GIB, host_memory_bytes=40 * GIB)
+# The 7B's edges and three of its layers: 1.8 B parameters, 30 GiB with everything on the device.
 SEVEN = seven_billion()
 MODEL = SEVEN.model_copy(
     update={
-        "num_layers": 6,
-        "kind_of_block": (SEVEN.kind_of_block[0], *SEVEN.kind_of_block[1:7], SEVEN.kind_of_block[-1]),
-        "num_parameters": sum(SEVEN.block(block).num_parameters for block in (*range(7), SEVEN.head)),
+        "num_layers": 3,
+        "kind_of_block": (SEVEN.kind_of_block[0], *SEVEN.kind_of_block[1:4], SEVEN.kind_of_block[-1]),
+        "num_parameters": sum(SEVEN.block(block).num_parameters for block in (*range(4), SEVEN.head)),
     }
 )
 

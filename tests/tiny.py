@@ -1,5 +1,7 @@
 """Tiny models, batches and runs that several tests share."""
 
+import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +33,16 @@ def tiny_config(family: str = "qwen2", *, tied: bool = False, layers: int = 4) -
     }  # fmt: skip
 
 
+def tiny_spec(config: dict[str, Any]) -> ModelSpec:
+    """The model of a config, which is built once: tests make a dozen trainers of the same one."""
+    return _spec_of(json.dumps(config))
+
+
+@functools.cache
+def _spec_of(text: str) -> ModelSpec:
+    return model_spec(json.loads(text))
+
+
 def tiny_batches(num_steps: int, *, rows: int = ROWS, vocab: int = 61) -> list[Batch]:
     """Random rows of ragged lengths: labels are masked behind each row's end."""
     generator = torch.Generator().manual_seed(7)
@@ -46,7 +58,7 @@ def tiny_batches(num_steps: int, *, rows: int = ROWS, vocab: int = 61) -> list[B
 
 def random_weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """Seeded random weights by transformers' names; norms near one, biases not zero."""
-    model = model_spec(config)
+    model = tiny_spec(config)
     generator = torch.Generator().manual_seed(3)
     weights = {}
     for block in range(model.num_blocks):
@@ -71,7 +83,7 @@ def make_trainer(
     device: str = "cpu",
 ) -> Trainer:
     """A trainer whose state is `weights`, ready to step."""
-    model = freeze(model_spec(config), frozen)
+    model = freeze(tiny_spec(config), frozen)
     dtype = torch.float64 if workload.precision == "fp64" else torch.float32
     table = step_scalars(learning_rates, BETAS, weight_decay, dtype=dtype)
     trainer = Trainer(
