@@ -7,6 +7,7 @@ predicted and measured step time, TFLOPS and memory.
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 import sysconfig
 import time
@@ -16,10 +17,7 @@ from typing import Any
 import torch
 
 from analysis.report import plot
-from executor.config import TrainConfig
-from executor.launch import launch
 from executor.measure import measure
-from planner.explain import plan_table
 from planner.search import plan
 from simulator.model import model_spec
 from simulator.policy import Workload
@@ -28,6 +26,7 @@ from simulator.units import format_seconds
 
 DIRECTORY = Path("runs/demo")
 SEQUENCE_LENGTH, TOKENS_PER_STEP, NUM_STEPS = 256, 2048, 150
+LEARNING_RATE = 2e-3
 
 MODEL: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -64,18 +63,20 @@ def main() -> int:
     print("3. plan", flush=True)
     found = plan(model, workload, hardware, costs=costs, model_path=str(model_folder))
     found.save(DIRECTORY / "plan.json")
-    print(plan_table(found))
 
     text = sysconfig.get_paths()["stdlib"]
     print(f"4. train: {NUM_STEPS} steps on the sources of the Python standard library, as bytes", flush=True)
     run = DIRECTORY / "run"
     shutil.rmtree(run, ignore_errors=True)  # an earlier demo's
-    config = TrainConfig(
-        model=str(model_folder), data=text, output=str(run), plan=str(DIRECTORY / "plan.json"),
-        learning_rate=2e-3, lr_schedule="cosine", warmup_steps=10, weight_decay=0.01, betas=(0.9, 0.95),
-        max_steps=NUM_STEPS, log_every=25, precision=workload.precision, resume="never",
-    )  # fmt: skip
-    launch(config, found, MODEL, model)
+    # In a process of its own, as after `conveyor plan`: what probing and measuring leave would count in its memory.
+    settings = [
+        f"learning_rate={LEARNING_RATE}", "lr_schedule=cosine", "warmup_steps=10", "weight_decay=0.01",
+        "betas=[0.9, 0.95]", f"max_steps={NUM_STEPS}", "log_every=25", "resume=never",
+    ]  # fmt: skip
+    command = ["train", "--plan", DIRECTORY / "plan.json", "--data", text, "--output", run, *settings]
+    trained = subprocess.run([sys.executable, "-m", "analysis.cli", *map(str, command)], check=False)
+    if trained.returncode:
+        return trained.returncode
 
     print("5. plot", flush=True)
     written = plot([run], DIRECTORY / "report")

@@ -35,7 +35,7 @@ from simulator.errors import ConveyorError
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
 from simulator.predict import StepFigures, step_figures
-from simulator.system import HostPeak
+from simulator.system import HostPeak, return_freed_memory
 from simulator.timeline import Timeline
 
 WARM_UP_STEPS = 3  # not timed: compilation, growing pools, cold clocks
@@ -110,6 +110,7 @@ class Run:
             say(f"evaluation: {self.eval_dataset.rows.num_rows} rows, of {config.eval_data or 'the same data'}")
         before_start(self.inputs)
         started = time.perf_counter()
+        return_freed_memory()  # of planning, of probing, of reading data: no plan counts it
         with doing("allocating the training state"):
             self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
         self.trainer.operations.before_update = self.saved.writer.before_update

@@ -110,7 +110,7 @@ class HardwareProfile(Schema):
     context_bytes: BytesOrNone  # device memory in use before the first allocation; 0 on a CPU machine
     # Device memory that libraries take beside a run's buffers: workspaces, one a stream; None: not known, counted as 0.
     library_bytes: BytesOrNone | None = None
-    host_base_bytes: Bytes  # resident size of a process that imported torch and transformers and opened the device
+    host_base_bytes: Bytes  # of a process that has trained a step of a small model: simulator.bench.process
     sustained_factor: Share | None = None  # hot over cold rate of one product; the points are hot already
     price_per_hour: Price | None = None
 

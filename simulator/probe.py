@@ -9,8 +9,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +18,12 @@ from simulator.bench.bench import CPU_SCALE, CUDA_SCALE, QUICK_SCALE, Bench, new
 from simulator.bench.compute import measure_attention, measure_launch, measure_matmul
 from simulator.bench.disk import measure_disk
 from simulator.bench.memory import measure_device_memory, measure_link_and_dram
+from simulator.bench.process import bare_process_bytes
 from simulator.datasheet import LIBRARIES
-from simulator.errors import ConveyorError
 from simulator.figure import Figure, format_value
 from simulator.hardware import HardwareProfile
 from simulator.machine import Device, Disk, Host
-from simulator.system import host_memory_limit_bytes, package_versions
+from simulator.system import host_memory_limit_bytes, package_versions, process_tree_bytes
 from simulator.units import format_bytes
 
 
@@ -55,7 +53,7 @@ def probe(
     # First of all, what the device holds before this process allocates anything.
     context = _context_bytes(bench)
     device = current_device()
-    base = _own_bytes(bench) if quick else _bare_process_bytes(bench)
+    base = _process_bytes(bench, quick=quick)
     disk = _disk(bench, folder)
     matmul, sustained_factor = measure_matmul(bench, memory_bytes=device.memory_bytes)
     attention = measure_attention(bench)
@@ -143,33 +141,12 @@ def _context_bytes(bench: Bench) -> Figure:
     return bench.figure(used, "device memory in use once the context is created")
 
 
-def _bare_process_bytes(bench: Bench) -> Figure:
-    """Resident size of a fresh process that did what every training process does before it reads a model."""
-    imports = "import torch, transformers; from transformers import AutoModelForCausalLM"
-    opened = "None" if bench.cpu else "torch.empty(1, device='cuda')"
-    code = f"{imports}; held = {opened}; print('ready', flush=True); input()"
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if process.stdout.readline().strip() != "ready":
-            raise ConveyorError("probe: a process that imports torch and transformers failed; its message is above")
-        resident = _resident_bytes(str(process.pid))
-        process.stdin.write("\n")
-    bench.report(f"host memory of the bare process: {format_bytes(resident)}")
-    return bench.figure(resident, "resident size after importing torch and transformers and opening the device")
-
-
-def _own_bytes(bench: Bench) -> Figure:
-    return bench.figure(_resident_bytes("self"), "resident size of the probe's own process")
-
-
-def _resident_bytes(process: str) -> int:
-    try:
-        pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
-    except OSError as error:
-        raise ConveyorError(f"probe: /proc/{process}/statm cannot be read; only Linux is supported") from error
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _process_bytes(bench: Bench, *, quick: bool) -> Figure:
+    if quick:
+        return bench.figure(process_tree_bytes(), "anonymous and shared memory of the probe's own process")
+    taken = bare_process_bytes("cpu" if bench.cpu else "cuda")
+    bench.report(f"host memory of the bare process: {format_bytes(taken)}")
+    return bench.figure(taken, "anonymous and shared memory of a process after a step of a small model")
 
 
 def _disk(bench: Bench, folder: Path) -> Disk:

@@ -1,5 +1,6 @@
 """Facts about this machine and process: memory limits and peaks, disk space, versions. Nothing here needs torch."""
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -58,6 +59,16 @@ def process_tree_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
     driver. Mapped files and the page cache are left out, as they are given back under pressure. Compile workers count.
     """
     return _resident_bytes(_process_tree(os.getpid() if pid is None else pid, root), root)
+
+
+def return_freed_memory() -> None:
+    """Give the system what this process has freed and its C library holds: after a probe more than 100 MiB.
+
+    Does nothing where the library has no such call (other than glibc).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class HostPeak:

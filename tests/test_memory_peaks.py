@@ -11,6 +11,7 @@ from tiny_model import save_pretrained, tiny_config
 
 from analysis.cli import main
 from planner.plan import Plan
+from simulator.bench.process import bare_process_bytes
 from simulator.formats import PRECISIONS, state_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,14 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, dict[str, int
     resumed, _ = watched([*train, "max_steps=3", "resume=auto", "resume_changes=accept"])
     assert resumed.keys() == peaks.keys() == {"filling", "step", "saving", "export", "whole", "bare"}
     taken = {name: run["whole"] - run["bare"] for name, run in (("first run", peaks), ("resumed run", resumed))}
-    return Plan.load(folder / "plan.json"), {**peaks, "resuming": resumed["filling"], **taken}
+    return Plan.load(folder / "plan.json"), {
+        **peaks, "resuming": resumed["filling"], "whole resumed": resumed["whole"], **taken,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bare_process() -> int:
+    return bare_process_bytes("cpu")
 
 
 @pytest.mark.parametrize("phase", ["filling", "resuming", "saving", "export"])
@@ -109,6 +117,17 @@ def test_the_plan_foresees_what_loading_steps_saving_and_export_take(
     """Above the process before it allocates; mapped files, which the kernel can drop, do not count."""
     plan, found = peaks
     assert found[run] <= plan.prediction.host_peak_bytes - plan.hardware.host_base_bytes.value
+
+
+@pytest.mark.parametrize("run", ["whole", "whole resumed"])
+def test_with_the_bare_process_of_this_machine_the_plan_foresees_all_that_a_run_takes(
+    peaks: tuple[Plan, dict[str, int]], bare_process: int, run: str
+) -> None:
+    """Importing, building the first model and starting threads too."""
+    plan, found = peaks
+    foreseen = plan.prediction.host_peak_bytes - plan.hardware.host_base_bytes.value + bare_process
+    assert found[run] <= foreseen
+    assert found[run] > bare_process  # else that process does something which runs do not
 
 
 @pytest.mark.slow
