@@ -8,7 +8,7 @@ from executor.loggers import Logger
 from executor.run_directory import EVALUATIONS, append_metrics
 from executor.schedule import Schedule, learning_rate
 from executor.trainer import Evaluation, StepResult
-from simulator.formulas import tflops
+from simulator.formulas import tflops, tflops_formula
 from simulator.model import ModelSpec
 
 # Of metrics.jsonl, what loggers get: numbers that a person watches.
@@ -36,6 +36,7 @@ class StepLog:
         self.directory, self.model, self.schedule, self.say = directory, model, schedule, say
         self.tokens_per_step, self.steps_per_epoch, self.log_every = tokens_per_step, steps_per_epoch, log_every
         self.loggers = list(loggers)
+        self.flops = tflops_formula(model)
 
     def step(
         self,
@@ -69,6 +70,7 @@ class StepLog:
             "target_tokens": result.num_targets,
             "tokens_per_second": result.num_tokens / seconds,
             "tflops": tflops(self.model, self.tokens_per_step, seconds),
+            "tflops_formula": f"{self.flops}, T = {self.tokens_per_step}",
             "device_peak_bytes": device_peak_bytes,
             "host_peak_bytes": host_peak_bytes,
             "data_wait_seconds": data_wait_seconds,

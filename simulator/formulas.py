@@ -21,11 +21,24 @@ def tflops(model: ModelSpec, tokens: int, seconds: float) -> float:
     return parameter_flops(model) * tokens / seconds / 1e12
 
 
+def tflops_formula(model: ModelSpec) -> str:
+    """The FLOPs of a step that `tflops` divides by its seconds, in letters and with the model's numbers."""
+    everything, passed, trained = _parameters(model)
+    if trained == everything:
+        return f"6 N T, N = {everything}"
+    return f"2 (N + P + R) T, N = {everything}, P = {passed} passed by gradients, R = {trained} trained"
+
+
 def parameter_flops(model: ModelSpec) -> int:
     """FLOPs a token of all parameters: 6 N where all are trained."""
+    return 2 * sum(_parameters(model))
+
+
+def _parameters(model: ModelSpec) -> tuple[int, int, int]:
+    """Numbers of parameters: all, those that gradients pass on their way down, those that are trained."""
     lowest, blocks = model.trained_blocks[0], range(model.num_blocks)
     passed = sum(model.block(block).num_parameters for block in blocks if block >= lowest)
-    return 2 * model.num_parameters + 2 * passed + 2 * model.num_trained_parameters
+    return model.num_parameters, passed, model.num_trained_parameters
 
 
 def tflops_with_attention(model: ModelSpec, tokens: int, seconds: float, document_lengths: Sequence[int]) -> float:

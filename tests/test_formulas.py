@@ -1,5 +1,6 @@
 """FLOP formulas against torch's own counter and against arithmetic by hand."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from simulator import formulas
+from simulator.freezing import freeze
 from simulator.model import ModelSpec, model_spec
 
 CONFIG: dict[str, Any] = {
@@ -68,6 +70,23 @@ def test_tflops_by_hand(spec: ModelSpec) -> None:
     squares = 10**2 + 20**2
     with_attention = formulas.tflops_with_attention(spec, 1000, 2.0, [10, 20])
     assert with_attention - formulas.tflops(spec, 1000, 2.0) == pytest.approx(6 * 3 * 64 * squares / 2 / 1e12)
+
+
+@pytest.mark.parametrize("patterns", [[], ["model.embed_tokens.*", "model.layers.0.*", "model.layers.2.mlp.*"]])
+def test_the_formula_of_a_model_gives_its_tflops(spec: ModelSpec, patterns: list[str]) -> None:
+    frozen = freeze(spec, patterns)
+    text = formulas.tflops_formula(frozen)
+    numbers = {letter: int(number) for letter, number in re.findall(r"([NPR]) = (\d+)", text)}
+    factor, letters = re.match(r"(\d) \(?([NPR +]+?)\)? T", text).groups()
+    flops = int(factor) * sum(numbers[letter] for letter in letters.split(" + "))
+    assert formulas.tflops(frozen, 1000, 2.0) == pytest.approx(flops * 1000 / 2 / 1e12)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    assert numbers["N"] == sum(parameter.numel() for parameter in whole.parameters())
+    # Gradients end above the embedding and the first layer; the third layer's MLP lets them pass.
+    if patterns:
+        layer = spec.block(1).num_parameters
+        assert numbers["P"] == numbers["N"] - 512 * 64 - layer
+        assert numbers["R"] == numbers["P"] - 3 * 64 * 160
 
 
 def test_attention_counts_documents_not_rows(spec: ModelSpec) -> None:

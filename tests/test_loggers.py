@@ -1,6 +1,7 @@
 """Loggers: the real packages, without prompt or network; and what happens where one is missing or fails."""
 
 import importlib
+import re
 import socket
 import sys
 import types
@@ -161,6 +162,9 @@ def test_a_logger_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path) -> N
         "device_peak_bytes", "host_peak_bytes", "data_wait_seconds", "lost_seconds",
     }  # fmt: skip
     assert wanted <= rows[0].keys()
+    for row in rows:
+        flops, number, tokens = re.fullmatch(r"(\d) N T, N = (\d+), T = (\d+)", row["tflops_formula"]).groups()
+        assert row["tflops"] == pytest.approx(int(flops) * int(number) * int(tokens) / row["seconds"] / 1e12)
     assert load_lines(tmp_path / "evaluations.jsonl")[0]["eval_loss"] == 1.25
 
 
