@@ -5,7 +5,7 @@ import torch
 from executor.run_inputs import RunInputs
 from planner.plan import Plan
 from simulator.errors import InfeasiblePlan
-from simulator.predict import predict_evaluation
+from simulator.predict import predict_evaluation, predict_stretches
 from simulator.system import free_disk_bytes, host_memory_available_bytes
 from simulator.units import format_bytes, format_duration, format_seconds
 
@@ -42,6 +42,14 @@ def run_seconds(plan: Plan, inputs: RunInputs) -> tuple[dict[str, float], list[s
     hardware, workload, predicted = plan.hardware, plan.inputs.workload, plan.prediction
     steps = inputs.num_steps - inputs.first_step
     parts: dict[str, float] = {f"{steps} step{'s' * (steps != 1)}": steps * predicted.step_seconds}
+    # Inline a drain is what the next step would have begun with; on streams nothing runs beside it.
+    if hardware.execution == "streams" and (stretches := inputs.stretches()):
+        taken = predict_stretches(
+            plan.model, workload, plan.policy, hardware, plan.costs, lengths=stretches,
+            step_seconds=predicted.step_seconds,
+        )  # fmt: skip
+        drains = f"{len(stretches)} drain{'s' * (len(stretches) != 1)}"
+        parts[drains] = max(0.0, sum(taken) - steps * predicted.step_seconds)
     unknown: list[str] = []
     need = inputs.disk_need()
     loaded = need.checkpoint_bytes if inputs.resume_from is not None else inputs.model_bytes()

@@ -5,6 +5,7 @@ All of it is checked when it is opened, before a machine is probed, a plan is ma
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +121,15 @@ class RunInputs:
     def num_saves(self) -> int:
         """Checkpoints that are written from `first_step` to the end of the run."""
         return num_times(self.config.save_every, first_step=self.first_step, num_steps=self.num_steps)
+
+    def stretches(self) -> list[int]:
+        """Steps of each stretch from `first_step` on: a run is drained before it evaluates or saves, and at its end."""
+        ends = {self.num_steps}
+        evaluated = self.config.eval_every if self.eval_dataset is not None else None
+        for every in (evaluated, self.config.save_every):
+            if every:
+                ends.update(range(every * (self.first_step // every + 1), self.num_steps, every))
+        return [end - begin for begin, end in pairwise([self.first_step, *sorted(ends)]) if begin < end]
 
     def model_bytes(self) -> int:
         """Bytes on disk of the weights that the run begins with; 0 where they start at random."""

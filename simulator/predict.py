@@ -1,5 +1,6 @@
 """Prediction: what a policy will take, in seconds and bytes, by replaying its program on a machine's profile."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pydantic
@@ -11,7 +12,7 @@ from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
 from simulator.policy import Policy, Workload
 from simulator.program import Program, StepProgram
-from simulator.replay import replay
+from simulator.replay import replay, replay_stretch
 from simulator.schema import Schema
 from simulator.timeline import Timeline
 from simulator.units import GIB, MIB
@@ -28,6 +29,10 @@ HOST_COMPILER_BYTES = GIB
 # What a process takes above its bare size once it trains, whatever the model: stacks and heaps of its threads, scratch
 # of the matrix libraries, pieces of files. Measured: 62 MB on a CPU with two cores, 22 M parameters.
 TRAINING_PROCESS_BYTES = 96 * MIB
+
+
+# Steps of a stretch that are replayed; those beyond take the step's predicted time each.
+STEPS_OF_A_STRETCH = 4
 
 
 class StepFigures(Schema):
@@ -91,6 +96,33 @@ def predict_evaluation(
     pricing = Pricing(model, workload, policy, hardware, costs)
     repeated = StepProgram(first=program, steady=program, drain=nothing, buffers=program.buffers)
     return replay(repeated, pricing.price, pricing.size, pricing.sharing)
+
+
+def predict_stretches(
+    model: ModelSpec,
+    workload: Workload,
+    policy: Policy,
+    hardware: HardwareProfile,
+    costs: OperationCosts | None = None,
+    *,
+    lengths: Sequence[int],
+    step_seconds: float,
+) -> list[float]:
+    """Seconds of stretches of `lengths` steps, each from rest and with the drain after it.
+
+    A drain has nothing to run beside, unlike the updates of a step, and the step after it has none of its own.
+    `step_seconds` is the predicted step. Raises as `predict` does.
+    """
+    program = build(model, workload, policy)
+    pricing = Pricing(model, workload, policy, hardware, costs)
+    replayed = {
+        steps: replay_stretch(program, pricing.price, pricing.sharing, num_steps=steps)
+        for steps in {min(length, STEPS_OF_A_STRETCH) for length in lengths}
+    }
+    return [
+        replayed[min(length, STEPS_OF_A_STRETCH)] + max(0, length - STEPS_OF_A_STRETCH) * step_seconds
+        for length in lengths
+    ]
 
 
 def step_figures(

@@ -74,6 +74,15 @@ def replay(
         num_steps = min(2 * num_steps, MAX_STEPS)
 
 
+def replay_stretch(
+    step_program: StepProgram, price: Callable[[Operation], Price], sharing: Sharing, *, num_steps: int
+) -> float:
+    """Seconds from rest to rest: `num_steps` steps, the first of which has nothing to update, and the drain after."""
+    run = _Run(step_program, price, sharing, num_steps, drained=True)
+    run.execute()
+    return max(task.end for task in run.tasks)
+
+
 @dataclass(slots=True)
 class _Task:
     operation: Operation
@@ -91,16 +100,18 @@ class _Run:
     """Several steps, executed event by event."""
 
     def __init__(
-        self, step_program: StepProgram, price: Callable[[Operation], Price], sharing: Sharing, num_steps: int
-    ) -> None:
+        self, step_program: StepProgram, price: Callable[[Operation], Price], sharing: Sharing, num_steps: int,
+        *, drained: bool = False,
+    ) -> None:  # fmt: skip
         self.buffers = step_program.buffers
         self.sharing = sharing
         self.tasks: list[_Task] = []
         self.queues: dict[Resource, list[int]] = {}
         prices: dict[str, Price] = {}
         positions: dict[tuple[str, int], int] = {}
-        for step in range(num_steps):
-            for operation in step_program.first if step == 0 else step_program.steady:
+        programs = [step_program.first, *[step_program.steady] * (num_steps - 1)]
+        for step, program in enumerate([*programs, step_program.drain] if drained else programs):
+            for operation in program:
                 if operation.name not in prices:
                     prices[operation.name] = price(operation)
                 task, position = _Task(operation, prices[operation.name], step), len(self.tasks)

@@ -63,7 +63,14 @@ def simulate(programs: Sequence[Program], prices: Mapping[str, Price], sharing: 
         busy -= over
         done |= over
     ends = [
-        max(item.end for item in ran if item.step == step and (sharing.inline or item.operation.resource == "compute"))
+        max(
+            (
+                item.end
+                for item in ran
+                if item.step == step and (sharing.inline or item.operation.resource == "compute")
+            ),
+            default=0.0,  # a drain may have nothing to do
+        )
         for step in range(len(programs))
     ]
     return Reference(ran, ends)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference_replay import simulate
 from tiny_model import save_pretrained, tiny_config
 
 from executor import checkpoint
@@ -14,13 +15,15 @@ from executor.run_directory import load_run
 from executor.run_inputs import RunInputs
 from planner.plan import Plan
 from planner.search import plan
+from simulator.build import build
+from simulator.costs import Pricing
 from simulator.figure import Figure
 from simulator.freezing import freeze
 from simulator.hardware import HardwareProfile, load_hardware
 from simulator.machine import Disk
 from simulator.model import ModelSpec, load_model_spec
-from simulator.policy import Workload
-from simulator.predict import predict_evaluation
+from simulator.policy import Workload, uniform_policy
+from simulator.predict import predict, predict_evaluation
 from simulator.probe import current_device, current_host
 
 WORKLOAD = Workload(sequence_length=16, tokens_per_step=64, precision="fp32", micro_batch_rows=2)
@@ -146,3 +149,48 @@ def test_what_nobody_measured_is_named(tmp_path: Path, folder: Path, model: Mode
     elsewhere = planned.model_copy(update={"hardware": unmeasured})
     inputs = RunInputs(config(folder, tmp_path / "run"), model, say=silent)
     assert forecast(elsewhere, inputs)[-1].endswith("; without reading the weights and saving")
+
+
+@pytest.mark.parametrize(
+    ("save_every", "eval_every", "first_step", "stretches"),
+    [
+        (None, None, 0, [12]),
+        (5, None, 0, [5, 5, 2]),
+        (4, None, 0, [4, 4, 4]),
+        (None, 6, 0, [6, 6]),
+        (4, 6, 0, [4, 2, 2, 4]),
+        (4, 6, 5, [1, 2, 4]),
+        (4, None, 12, []),
+    ],
+)
+def test_a_run_is_drained_where_it_evaluates_and_saves_and_at_its_end(
+    tmp_path: Path, folder: Path, model: ModelSpec, save_every: int | None, eval_every: int | None, first_step: int,
+    stretches: list[int],
+) -> None:  # fmt: skip
+    other = str(folder / "other.txt") if eval_every else None
+    wanted = config(folder, tmp_path, max_steps=12, save_every=save_every, eval_every=eval_every, eval_data=other)
+    inputs = RunInputs(wanted, model, say=silent)
+    inputs.first_step = first_step
+    assert inputs.stretches() == stretches
+
+
+def test_on_streams_the_time_of_drains_is_counted(tmp_path: Path, folder: Path, model: ModelSpec) -> None:
+    """Against another simulator, which runs each stretch from its first step to the end of its drain."""
+    hardware = load_hardware("h200")
+    policy = uniform_policy(
+        model, WORKLOAD, micro_batch_rows=2, groups=(2,), weights="host", optimizer="host", save_level="input"
+    )
+    figures = predict(model, WORKLOAD, policy, hardware).figures
+    streamed = plan(model, WORKLOAD, hardware).model_copy(update={"policy": policy, "prediction": figures})
+    inputs = RunInputs(config(folder, tmp_path, max_steps=12, save_every=5), model, say=silent)
+    parts, _ = run_seconds(streamed, inputs)
+
+    program, pricing = build(model, WORKLOAD, policy), Pricing(model, WORKLOAD, policy, hardware)
+    prices = {operation.name: pricing.price(operation) for operation in (*program.first, *program.steady)}
+    seconds = 0.0
+    for steps in (5, 5, 2):
+        stretch = [program.first, *[program.steady] * (steps - 1), program.drain]
+        seconds += max(item.end for item in simulate(stretch, prices, pricing.sharing).ran)
+    assert parts["12 steps"] == 12 * figures.step_seconds
+    assert parts["3 drains"] == pytest.approx(seconds - parts["12 steps"], rel=1e-6)
+    assert parts["3 drains"] > 0

@@ -12,7 +12,7 @@ from small_models import random_case
 
 from simulator.build import build
 from simulator.program import Resource, StepProgram
-from simulator.replay import Price, Sharing, replay
+from simulator.replay import Price, Sharing, replay, replay_stretch
 from simulator.timeline import Timeline
 
 STEPS = 12
@@ -193,3 +193,13 @@ def test_replay_is_the_same_every_time() -> None:
     for seed in range(5):
         step_program, prices, sharing, timeline, _ = random_run(seed)
         assert run(step_program, prices, sharing) == timeline
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("seed", SEEDS[:20])
+def test_a_stretch_ends_when_all_of_its_drain_has(seed: int, num_steps: int) -> None:
+    step_program, prices, sharing, _, _ = random_run(seed)
+    programs = [step_program.first, *[step_program.steady] * (num_steps - 1), step_program.drain]
+    ends = [item.end for item in simulate(programs, prices, sharing).ran]
+    seconds = replay_stretch(step_program, lambda operation: prices[operation.name], sharing, num_steps=num_steps)
+    assert seconds == pytest.approx(max(ends), rel=1e-6)
