@@ -60,6 +60,7 @@ class Row(Schema):
     gradient_format: GradientFormat = "bf16"
     device_memory: Size | None = None
     host_memory: Size | None = None
+    costs: str | None = None  # measured costs of this row's layers, where they are not those given for all
 
     def workload(self) -> Workload:
         return Workload(
@@ -123,8 +124,9 @@ def bench(
             device_memory_bytes=row.device_memory or hardware.device.memory_bytes,
             host_memory_bytes=row.host_memory or hardware.host.memory_bytes,
         )
-        plan = run_plan(model, workload, hardware, limits, costs, model_path=str(path))
-        point = _ideal_point(model, workload, hardware, costs) if with_ideal else None
+        prices = OperationCosts.load(row.costs) if row.costs is not None else costs
+        plan = run_plan(model, workload, hardware, limits, prices, model_path=str(path))
+        point = _ideal_point(model, workload, hardware, prices) if with_ideal else None
         ideals = [_ideal(config, workload, point, device, warm_seconds)] if point else []
         records = [_train(row, plan, path, output, clip, warm_seconds, say) for clip in clips]
         if point:

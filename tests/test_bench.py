@@ -74,11 +74,23 @@ def test_a_wrong_matrix_is_refused_with_its_key(text: str, told: str, tmp_path: 
         load_matrix(path)
 
 
-def test_the_committed_matrix_is_readable() -> None:
+@pytest.mark.parametrize("name", ["h200", "fidelity"])
+def test_the_committed_matrices_are_readable(name: str) -> None:
     root = Path(__file__).parents[1]
-    rows = load_matrix(root / "analysis/matrices/h200.yaml").rows
+    rows = load_matrix(root / f"analysis/matrices/{name}.yaml").rows
     assert len({row.case for row in rows}) == len(rows)
     assert all((root / row.model).is_file() for row in rows)
+
+
+def test_a_row_s_own_costs_price_its_plan(matrix: Path, tmp_path: Path) -> None:
+    """Costs of another model's layers are refused, so it is these that are read."""
+    costs = str(Path(__file__).parents[1] / "simulator/catalogue/costs/qwen2.5-7b-h200.json")
+    row = load_matrix(matrix).rows[0].model_copy(update={"costs": costs})
+    with pytest.raises(InputError, match="costs: measured for layer shape"):
+        bench([row], load_hardware("cpu-2-core"), tmp_path / "out", say=lambda line: None)
+    missing = row.model_copy(update={"costs": str(tmp_path / "none.json")})
+    with pytest.raises(InputError, match=r"none\.json"):
+        bench([missing], load_hardware("cpu-2-core"), tmp_path / "out", say=lambda line: None)
 
 
 def test_more_layers_than_the_model_has_are_refused(matrix: Path, tmp_path: Path) -> None:

@@ -46,15 +46,22 @@ def named_tensors(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize(
     ("name", "num_parameters", "num_layers"),
-    # Qwen2.5's model cards: 7.61 B and 14.7 B; the exact counts are those of the published weights.
-    [("qwen2.5-7b", 7_615_616_512, 28), ("qwen2.5-14b", 14_770_033_664, 48)],
+    # Model cards say 7.61 B, 14.7 B, 1.23 B and 7.25 B; the exact counts are those of the published weights.
+    [
+        ("qwen2.5-7b", 7_615_616_512, 28),
+        ("qwen2.5-14b", 14_770_033_664, 48),
+        ("llama-3.2-1b", 1_235_814_400, 16),
+        ("mistral-7b-v0.3", 7_248_023_552, 32),
+    ],
 )
-def test_qwen_has_its_published_number_of_parameters(name: str, num_parameters: int, num_layers: int) -> None:
+def test_the_catalogue_s_models_have_their_published_numbers_of_parameters(
+    name: str, num_parameters: int, num_layers: int
+) -> None:
     spec = load_model_spec(MODELS / f"{name}.json")
     assert spec.num_parameters == num_parameters
     assert spec.num_layers == num_layers
     assert len(spec.kinds) == 3  # embedding, one layer many times, head
-    assert not spec.tied_embeddings
+    assert spec.tied_embeddings == (name == "llama-3.2-1b")
 
 
 def test_a_layer_of_qwen_has_the_parameters_that_its_shapes_give() -> None:
