@@ -64,3 +64,19 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, kind):
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": kind}))
     with pytest.raises(InputError, match=r"its tokenizer (has no vocabulary, of the files|cannot be read)"):
         open_tokenizer(tmp_path, vocab_size=320)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "sylu"}, "hidden_act is 'sylu', which transformers does not know; did you mean 'silu'?"),
+        (
+            {"rope_scaling": {"rope_type": "yarnn", "factor": 2.0}},
+            "rope_type is 'yarnn', which transformers does not know; did you mean 'yarn'?",
+        ),
+    ],
+)
+def test_functions_that_transformers_does_not_know_are_named(changes, reason):
+    with pytest.raises(InputError) as refused:
+        tiny_spec(**changes)
+    assert str(refused.value) == f"model config: {reason}"
