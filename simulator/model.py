@@ -211,6 +211,7 @@ def transformers_config(config: dict[str, Any]) -> Any:
     require_possible(config, family)
     try:
         hf_config = AutoConfig.for_model(**config)
+        hf_config.to_dict()  # where it finds fault with the rest
     except Exception as error:
         raise InputError(f"model config: transformers refuses it ({_one_line(error)})") from error
     require_plain(family, hf_config)

@@ -127,3 +127,16 @@ def test_an_answer_that_is_null_skips_its_row_like_an_empty_one(tmp_path, row, r
 def test_a_question_that_is_null_is_named(tmp_path, row):
     with pytest.raises(InputError, match=r"data\.jsonl:1: has no '(prompt|instruction)'"):
         corpus_of(written_rows(tmp_path, row))
+
+
+def test_what_a_library_says_in_lines_is_one_sentence(tmp_path):
+    """pyarrow tells of a damaged page in several lines; an error has one for each mistake."""
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["good"] * 50}), path)
+    whole = path.read_bytes()
+    for at in range(4, 40):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            corpus_of(path)
+        except InputError as error:
+            assert "\n" not in str(error)

@@ -80,3 +80,8 @@ def test_functions_that_transformers_does_not_know_are_named(changes, reason):
     with pytest.raises(InputError) as refused:
         tiny_spec(**changes)
     assert str(refused.value) == f"model config: {reason}"
+
+
+def test_what_transformers_only_finds_when_it_writes_a_config_is_a_sentence():
+    with pytest.raises(InputError, match="model config: transformers refuses it"):
+        tiny_spec(dtype=["full_attention"])

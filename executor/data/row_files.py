@@ -55,7 +55,7 @@ def read_records(path: Path) -> Iterator[Record]:
             raise InputError(f"{path}: {mistake}")
         yield from _READERS[path.suffix.lower()](path)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror or _first_line(error)})") from error
 
 
 def _another_format(path: Path) -> str:
@@ -107,6 +107,11 @@ def _json_line(number: int, raw: bytes) -> Record:
         return Record(number, mistake=": its JSON is nested too deeply")
     except ValueError as error:  # a number of more digits than Python reads
         return Record(number, mistake=f": is not JSON that can be read ({_first_clause(error)})")
+
+
+def _first_line(error: Exception) -> str:
+    """What a library says, without the lines that follow."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _first_clause(error: Exception) -> str:
@@ -255,7 +260,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
                     number += 1
                     yield Record(number, value)
     except arrow.ArrowException as error:
-        raise InputError(f"{path}: cannot be read as Parquet ({str(error).splitlines()[0]})") from error
+        raise InputError(f"{path}: cannot be read as Parquet ({_first_line(error)})") from error
 
 
 def arrow_rows(table: Any) -> list[dict[str, Any]]:
