@@ -84,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
+    except MemoryError as error:
+        what = f" ({error})" if str(error) else ""
+        _complain(f"host memory: not enough for this process{what}; free some, or raise its limit (ulimit -v, cgroup)")
+        return 1
     except OSError as error:
         return _refused_by_the_system(error)
     except Exception:

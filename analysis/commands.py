@@ -176,7 +176,7 @@ def train(arguments: argparse.Namespace) -> int:
     from executor.config import load_config, resolved_yaml
     from executor.folder import require_nameable
     from executor.launch import launch, require_own_directory, require_possible, settled
-    from executor.run_inputs import RunInputs, run_data
+    from executor.run_inputs import RunInputs
     from executor.run_plan import earlier_plan, new_plan, require_named_files
     from planner.explain import plan_table
     from planner.plan import Plan
@@ -217,12 +217,12 @@ def train(arguments: argparse.Namespace) -> int:
     elif not arguments.dry_run:
         require_possible(given, model)
     if arguments.dry_run:
-        datasets = run_data(config, model, say=lambda line: None)
+        inputs = RunInputs(config, model, say=lambda line: None)
         with tempfile.TemporaryDirectory() as folder:
             planned = given or new_plan(config, model, Path(folder), say=say)
         print(resolved_yaml(settled(config, planned)), end="")
         _comment(plan_table(planned))
-        for dataset in datasets:
+        for dataset in (inputs.dataset, inputs.eval_dataset):
             if dataset is not None:
                 _comment("\n".join(dataset.report.lines()))
         return 0

@@ -3,6 +3,7 @@
 Every choice about numbers is here; where and when things happen is the plan's.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -37,6 +38,14 @@ _HOW_TO_SAY = {
 _TRUTH_VALUES = ("compiled", "train_on_prompt", "skip_invalid", "packing")
 
 Name = Annotated[str, pydantic.Field(min_length=1)]
+
+
+def _expanded(value: Any) -> Any:
+    """`~` as the user's home: no shell has read a YAML file."""
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+PathName = Annotated[Name, pydantic.BeforeValidator(_expanded)]
 Count = Annotated[int, pydantic.Field(gt=0)]
 
 
@@ -69,12 +78,12 @@ class TrainConfig(Schema):
     """
 
     # What to train, on what, to where
-    model: Name | None = None  # a Hugging Face folder, or its config.json: random weights, for benchmarks
-    data: Name  # a file or a folder, "hub:owner/name", or "synthetic"
-    output: Name  # the run directory
-    plan: Name | None = None  # a plan.json; without one the run is planned first
-    hardware: Name | None = None  # a catalogue name or a profile; without one this machine is probed
-    costs: Name | None = None  # measured operation costs; modelled where there are none
+    model: PathName | None = None  # a Hugging Face folder, or its config.json: random weights, for benchmarks
+    data: PathName  # a file or a folder, "hub:owner/name", or "synthetic"
+    output: PathName  # the run directory
+    plan: PathName | None = None  # a plan.json; without one the run is planned first
+    hardware: PathName | None = None  # a catalogue name or a profile; without one this machine is probed
+    costs: PathName | None = None  # measured operation costs; modelled where there are none
 
     # What of the data is trained
     columns: dict[Name, Name] = pydantic.Field(default_factory=dict)  # column here -> the rows' own name for it
@@ -82,7 +91,7 @@ class TrainConfig(Schema):
     skip_invalid: bool = False  # count rows that cannot be read, instead of refusing them
     long_samples: LongSamples = "auto"  # auto: text is split, other samples are cut off
     packing: bool = False  # several documents in a row, which do not see each other
-    cache: Name | None = None  # the folder of tokenized data; None: in the user's cache folder
+    cache: PathName | None = None  # the folder of tokenized data; None: in the user's cache folder
 
     # One step
     sequence_length: Count | None = None  # tokens in a row
@@ -110,7 +119,7 @@ class TrainConfig(Schema):
     freeze: Patterns = ()  # parameters that are not trained, as globs: model.layers.0.*, *.bias
 
     # Evaluation
-    eval_data: Name | None = None  # what to evaluate on, read like data
+    eval_data: PathName | None = None  # what to evaluate on, read like data
     eval_fraction: Share | None = None  # or a part of data that is held out
     eval_every: Count | None = None  # steps between evaluations; None: one at the end
     early_stop_patience: Count | None = None  # stop after so many evaluations without a lower loss
@@ -123,7 +132,7 @@ class TrainConfig(Schema):
     loggers: Loggers = ()  # where metrics go as well: tensorboard, wandb, trackio
     save_every: Count | None = None  # steps between checkpoints; None: one at the end
     keep_checkpoints: Count = 2  # the newest ones; earlier ones are removed
-    resume: Name = "never"  # "never"; "auto": the newest whole checkpoint in output, if any; or a checkpoint's path
+    resume: PathName = "never"  # "never"; "auto": the newest whole checkpoint in output, if any; or a checkpoint's path
     resume_changes: ResumeChanges = "refuse"  # "accept": go on also where data, schedule or optimizer have changed
 
     # Numbers
@@ -300,6 +309,8 @@ def _validated(
         by_key: dict[str, list[str]] = {}
         for item in error.errors(include_url=False):
             message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "string_type":  # a folder called 2026-01-31 is a date to YAML
+                message += ", in quotes where it looks like something else"
             if item["loc"]:
                 by_key.setdefault(str(item["loc"][0]), []).append(message[0].lower() + message[1:])
             else:

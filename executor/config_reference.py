@@ -25,8 +25,9 @@ Generated from the schema (`python -m executor.config_reference`); a test keeps 
 
 `conveyor train run.yaml key=value` reads a YAML file, then `key=value` overrides, which win. All keys stand at the top
 level. Mistakes are told all at once, with file, line and key, the nearest known key, and the names that other tools
-use. `--dry-run` prints the resolved config and the plan, and stops; a run keeps its resolved config as `config.yaml`.
-Sizes are bytes, or written as `24GiB` or `64GB`. What the keys do in training: [training.md](training.md).
+use. `--dry-run` checks all inputs as a run would, prints the resolved config and the plan, and stops; a run keeps its
+resolved config as `config.yaml`. Sizes are bytes, or written as `24GiB` or `64GB`; a path may begin with `~`. What the
+keys do in training: [training.md](training.md).
 """
 
 

@@ -23,6 +23,8 @@ def require_path(path: Path | str, *, what: str) -> Path:
     path = Path(path).expanduser()
     if path.exists():
         return path
+    if path.is_symlink():
+        raise InputError(f"{what}: {path} is a link to {os.readlink(path)}, which does not exist")
     wrong = path
     while not wrong.parent.exists():
         wrong = wrong.parent
@@ -121,7 +123,8 @@ def taken_folder(path: Path) -> Iterator[None]:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+        reason = "it is a file" if path.is_file() else error.strerror or error
+        raise InputError(f"{path}: cannot be written ({reason}); set output to another directory") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -48,6 +48,7 @@ COPIED_FILES = (
 )
 # Buffers that old checkpoints carry; transformers computes them and ignores these too.
 _IGNORED = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attn.bias")
+_HEAD_NAME = "lm_head.weight"
 _PICKLED = ("pytorch_model*.bin*", "*.pth")
 _SOURCE_DTYPES = ("BF16", "F16", "F32", "F64")
 _RANDOM_PIECE = 2**20  # elements with a generator of their own
@@ -93,6 +94,20 @@ def has_weights(path: Path | str) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in ("*.safetensors*", *_PICKLED, "*.gguf"))
 
 
+def require_weights(folder: Path | str, model: ModelSpec) -> None:
+    """Raise InputError where `load_weights` would, by reading little more than headers: to be asked before long work.
+
+    The `lm_head.weight` of a tied model is read: one that differs from the embedding is another model.
+    """
+    stored = _checked_tensors(require_path(folder, what="model folder"), model)
+    embedding, head = stored[model.block_prefix(0) + model.embedding.name], stored.get(_HEAD_NAME)
+    if model.tied_embeddings and head is not None and not _same_values(embedding, head):
+        raise InputError(
+            f"{head.file}: tensor {head.name!r} differs from the embedding, with which config.json ties it; set "
+            "tie_word_embeddings to false in config.json to train both, or take the tensor out"
+        )
+
+
 def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
     """Stream a folder's safetensors weights (bf16, fp16, fp32 or fp64; sharded or not) into `sink`, piece by piece.
 
@@ -102,11 +117,27 @@ def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
     a model that was saved without its head.
     """
     folder = require_path(folder, what="model folder")
-    expected = {
+    expected = _expected_tensors(model)
+    stored = _checked_tensors(folder, model)
+    for name, source in sorted(stored.items(), key=lambda item: (item[1].file, item[1].begin)):
+        if name in expected:
+            index, tensor = expected[name]
+            for first, piece in read_pieces(source):
+                sink(index, tensor, first, piece)
+
+
+def _expected_tensors(model: ModelSpec) -> dict[str, tuple[int, TensorSpec]]:
+    """The block's index and the tensor, by the tensor's full name."""
+    return {
         model.block_prefix(index) + tensor.name: (index, tensor)
         for index in range(model.num_blocks)
         for tensor in model.block(index).tensors
     }
+
+
+def _checked_tensors(folder: Path, model: ModelSpec) -> dict[str, StoredTensor]:
+    """All tensors of a folder under the names that the model has for them, checked against it. Raises InputError."""
+    expected = _expected_tensors(model)
     body = FAMILIES[model.family].body
     found = _stored_tensors(folder)
     stored = {f"{body}.{name}" if f"{body}.{name}" in expected else name: source for name, source in found.items()}
@@ -114,7 +145,7 @@ def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{folder}: its weights lack tensor {missing[0]!r}{more}, which config.json asks for")
-    ignored = (*_IGNORED, "lm_head.weight") if model.tied_embeddings else _IGNORED
+    ignored = (*_IGNORED, _HEAD_NAME) if model.tied_embeddings else _IGNORED
     for name, source in stored.items():
         if name not in expected:
             if any(fnmatch(name, pattern) for pattern in ignored):
@@ -133,11 +164,15 @@ def load_weights(folder: Path | str, model: ModelSpec, sink: Sink) -> None:
                 f"{source.file}: tensor {source.name!r} is {source.dtype}; "
                 f"weights are read from {', '.join(_SOURCE_DTYPES)}"
             )
-    for name, source in sorted(stored.items(), key=lambda item: (item[1].file, item[1].begin)):
-        if name in expected:
-            index, tensor = expected[name]
-            for first, piece in read_pieces(source):
-                sink(index, tensor, first, piece)
+    return stored
+
+
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are equal, element by element, read in pieces."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    pieces = zip(read_pieces(one), read_pieces(other), strict=True)
+    return all(torch.equal(mine, others) for (_, mine), (_, others) in pieces)
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -16,6 +16,8 @@ from simulator.model import ModelSpec
 
 ResumeChanges = Literal["refuse", "accept"]
 
+# What a number stands for that no user has set.
+_MEANS = {"data.fingerprint": " (rows were added, taken out or changed, or become other tokens)"}
 _FIXED = ("model.", "precision")  # what the stored tensors themselves depend on
 
 
@@ -81,7 +83,7 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
     for key in dict.fromkeys((*saved, *current)):
         if (key in saved, saved.get(key)) != (key in current, current.get(key)):
             now, before = (settings.get(key, "not set") for settings in (current, saved))
-            yield key, f"{key} is {now!r}, the checkpoint was made with {before!r}"
+            yield key, f"{key} is {now!r}, the checkpoint was made with {before!r}{_MEANS.get(key, '')}"
 
 
 def _is_fixed(key: str) -> bool:

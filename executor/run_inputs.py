@@ -15,7 +15,7 @@ from executor.data.corpus import DataChoices
 from executor.data.dataset import Dataset, open_datasets
 from executor.evaluation import evaluations_without_improvement
 from executor.folder import require_free_disk
-from executor.huggingface import ROOM_BYTES, export_bytes, has_weights
+from executor.huggingface import ROOM_BYTES, export_bytes, has_weights, require_weights
 from executor.loggers import require_loggers
 from executor.resume import changed_settings, flat_settings
 from executor.run_directory import CHECKPOINTS, EXPORTED, load_eval_losses
@@ -49,6 +49,8 @@ class RunInputs:
         folder = _model_folder(config)
         self.model_folder = folder if folder is not None and has_weights(folder) else None
         require_loggers(config.loggers)
+        if self.model_folder is not None and checkpoint.to_resume(config.resume, self.checkpoints) is None:
+            require_weights(self.model_folder, model)
         self.dataset, self.eval_dataset = run_data(config, model, say=say)
         self.num_steps = self._num_steps()
         self.schedule = config.schedule(self.num_steps)

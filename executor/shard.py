@@ -88,6 +88,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         dtype = DTYPES.get(tensor.dtype)
         if dtype is not None and tensor.end - tensor.begin != math.prod(tensor.shape) * dtype.itemsize:
             raise InputError(f"{path}: its safetensors header is damaged (size of tensor {tensor.name!r})")
+    if tensors and size > tensors[-1].end:
+        raise InputError(
+            f"{path}: is damaged: {size - tensors[-1].end} bytes follow its last tensor, {tensors[-1].name!r}; "
+            "fetch it again"
+        )
     return {tensor.name: tensor for tensor in tensors}
 
 

@@ -15,7 +15,10 @@ TokenArray = npt.NDArray[np.unsignedinteger]  # uint32, or uint16 where it is st
 BoolArray = npt.NDArray[np.bool_]
 TokenizerChoice = Literal["auto", "bytes"]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = (*_VOCABULARY_FILES, "tokenizer_config.json")
+# Every tokenizer knows some of these; one whose vocabulary is missing knows none.
+_COMMON_CHARACTERS = "etaoin ETAOIN ACGT 0123456789 .,+-=()[] е 的 ا"
 _BYTE_SPECIALS = ("<eos>", "<pad>")  # ids 256 and 257
 
 
@@ -129,7 +132,8 @@ class FolderTokenizer:
     """A Hugging Face folder's tokenizer. Never runs code from the folder, never asks, never downloads.
 
     Where it has no padding token the end-of-sequence token pads: padding is masked by position. Raises InputError
-    when transformers cannot read it, when it has no end-of-sequence token, and for ids beyond the vocabulary.
+    when transformers cannot read it, when it has no vocabulary or no end-of-sequence token, and for ids beyond the
+    model's vocabulary.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -149,6 +153,12 @@ class FolderTokenizer:
         self.pad_id = int(self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else eos_id)
         self.has_chat_template = bool(self._tokenizer.chat_template)
         self._folder = folder
+        known = self._tokenizer(_COMMON_CHARACTERS, add_special_tokens=False)["input_ids"]
+        if all(token == self._tokenizer.unk_token_id for token in known):  # else all text would be trained as nothing
+            raise InputError(
+                f"{folder}: its tokenizer has no vocabulary, of the files {', '.join(_VOCABULARY_FILES)}; add the one "
+                "that it was saved with, or take its files out to train on bytes"
+            )
         begin = self._tokenizer("", add_special_tokens=True)["input_ids"]
         self.prefix: TokenArray = np.array([token for token in begin if token != eos_id], np.uint32)
         self._check(np.array([self.eos_id, self.pad_id], np.uint32))

@@ -16,7 +16,7 @@ import pydantic
 from simulator.errors import InputError, UnsupportedChoice
 from simulator.families import FAMILIES, Family, require_plain, require_supported, variant_of, window_of
 from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
-from simulator.model_config import require_possible
+from simulator.model_config import require_known_functions, require_possible
 from simulator.nearest import did_you_mean, nearest_path
 from simulator.schema import Schema
 
@@ -191,6 +191,10 @@ def read_model_config(path: Path | str) -> dict[str, Any]:
             f"{did_you_mean(nearest_path(path))}"
         ) from error
     except (ValueError, RecursionError) as error:
+        if "BOM" in str(error):
+            raise InputError(
+                f"{path}: begins with a byte order mark, which transformers refuses; save it without"
+            ) from error
         raise InputError(f"{path}: is not JSON ({error})") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise InputError(f"{path}: has no key 'model_type'; it is not a Hugging Face model config")
@@ -207,9 +211,11 @@ def transformers_config(config: dict[str, Any]) -> Any:
     require_possible(config, family)
     try:
         hf_config = AutoConfig.for_model(**config)
+        hf_config.to_dict()  # where it finds fault with the rest
     except Exception as error:
         raise InputError(f"model config: transformers refuses it ({_one_line(error)})") from error
     require_plain(family, hf_config)
+    require_known_functions(hf_config)
     _check_heads(family, hf_config)
     return hf_config
 

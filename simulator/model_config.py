@@ -6,6 +6,7 @@ from typing import Any
 
 from simulator.errors import InputError, UnsupportedChoice
 from simulator.families import EXPERTS, RECURRENT, Family
+from simulator.nearest import did_you_mean, nearest_name
 
 SIZES = (
     "hidden_size",
@@ -27,6 +28,7 @@ _POSITIVE = (
     "rope_theta",
     "max_position_embeddings",
 )
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _SHOWN = 40  # characters of a wrong value
 
 
@@ -48,6 +50,22 @@ def require_possible(config: Mapping[str, Any], family: Family) -> None:
         if key.rpartition(".")[2].endswith(_POSITIVE) and not 0 < value < 1e30:
             raise InputError(f"model config: {key} is {shown(value)}; it must lie between 0 and 1e30")
     _require_known_parts(config)
+
+
+def require_known_functions(hf_config: Any) -> None:
+    """Refuse names of activations and rotary tables that transformers has none of. Raises InputError naming the key."""
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    named = [(key, getattr(hf_config, key, None), ACT2FN) for key in _ACTIVATIONS]
+    rotary = getattr(hf_config, "rope_parameters", None)
+    for table in (rotary, *rotary.values()) if isinstance(rotary, Mapping) else ():
+        if isinstance(table, Mapping):
+            named.append(("rope_type", table.get("rope_type"), {"default": None, **ROPE_INIT_FUNCTIONS}))
+    for key, name, known in named:
+        if isinstance(name, str) and name not in known:
+            hint = did_you_mean(nearest_name(name, known))
+            raise InputError(f"model config: {key} is {shown(name)}, which transformers does not know{hint}")
 
 
 def _numbers(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:

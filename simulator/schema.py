@@ -22,7 +22,7 @@ class Schema(pydantic.BaseModel):
         """Read a JSON file. Raises InputError with one sentence naming the file and the key."""
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except FileNotFoundError as error:
             raise InputError(f"{path}: does not exist{did_you_mean(nearest_path(path))}") from error
         except OSError as error:
@@ -62,6 +62,8 @@ def describe(error: pydantic.ValidationError, *, most: int | None = None) -> str
     for item in mistakes:
         key = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "unknown key"
         parts.append(f"{key}: {message}" if key else message)
     if most is not None and len(parts) > most:
         parts[most:] = [f"and {len(parts) - most} more mistakes: is this the right file?"]

@@ -14,6 +14,7 @@ from front_door import WORKLOAD, content, training
 
 from analysis.cli import main
 from executor.adamw import step_scalars
+from executor.config import load_config
 from executor.folder import discard, taken_folder
 from executor.run import MOST_LOST_STEPS
 from executor.schedule import MOST_STEPS, check_schedule
@@ -22,11 +23,53 @@ from executor.yaml_mapping import parse_yaml_value, read_yaml_mapping
 from simulator.costs import MeasuredCost, OperationCosts
 from simulator.errors import InputError
 from simulator.files import write_whole
+from simulator.hardware import load_hardware
 
 DIGITS = "1" * 5000  # more than Python turns into a number
 
 
 # Values
+
+
+def test_home_is_the_users_in_a_file_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = {key: f"~/{key}" for key in ("model", "data", "output", "plan", "hardware", "costs", "cache", "resume")}
+    (tmp_path / "run.yaml").write_text("".join(f"{key}: {path}\n" for key, path in paths.items()))
+    config = load_config(tmp_path / "run.yaml", ["eval_data=~/eval_data"])
+    for key in (*paths, "eval_data"):
+        assert getattr(config, key) == str(tmp_path / key)
+    assert load_config(None, ["data=hub:a/b", "output=a~b", "plan=p"]).output == "a~b"
+
+
+@pytest.mark.parametrize("value", ["2026-01-31", "123", "1e5"])
+def test_a_name_that_yaml_reads_as_something_else_is_told_of_quotes(value):
+    with pytest.raises(InputError, match=r"'output=.*': output: .*in quotes"):
+        load_config(None, ["data=synthetic", "plan=p", f"output={value}"])
+    quoted = load_config(None, ["data=synthetic", "plan=p", "max_steps=1", f"output='{value}'"])
+    assert quoted.output == value
+
+
+def test_a_byte_order_mark_before_json_makes_no_difference(tmp_path):
+    profile = load_hardware("h200")
+    (tmp_path / "mine.json").write_text(profile.model_dump_json(), encoding="utf-8-sig")
+    assert load_hardware(str(tmp_path / "mine.json")) == profile
+
+
+def test_host_memory_that_is_not_there_is_a_sentence(given, tmp_path, complaint, monkeypatch):
+    def full(*args: object, **kwargs: object) -> None:
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    monkeypatch.setattr("executor.data.corpus.cached_samples", full)
+    said = complaint(*training(given, tmp_path / "run"), code=1)
+    assert "host memory: not enough for this process (Unable to allocate 8.00 GiB); free some" in said
+
+
+@pytest.mark.parametrize("setting", ["resume=autoo", "resume=nowhere/step-1", "loggers=trackio"])
+def test_a_dry_run_refuses_what_the_run_would_refuse(given, tmp_path, complaint, setting, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = complaint(*training(given, tmp_path / "run", setting))
+    assert said == complaint(*training(given, tmp_path / "run", setting, "--dry-run"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("value", ["2024-99-99", DIGITS, "!!int ''", "!!float x", "!!bool x", "!!timestamp x"])

@@ -32,8 +32,8 @@ class RowText(NamedTuple):
 
 
 def read_turns(turns: Any, key: str) -> list[dict[str, str]]:
-    """The turns of a row as messages with `role` and `content`. Raises ValueError that names the wrong turn."""
-    if not isinstance(turns, list) or not turns:
+    """The turns of a row, perhaps none, as messages with `role` and `content`. Raises ValueError for a wrong one."""
+    if not isinstance(turns, list):
         raise ValueError(f"{key!r} is not a list of turns")
     return [_message(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
 
@@ -79,6 +79,8 @@ def _message(turn: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where} has {named}; allowed are {allowed}")
     if turn.get("tool_calls"):
         raise ValueError(f"{where} has 'tool_calls', which are not read yet; write them into its content")
+    if content is None and known == "assistant":  # an empty answer, which skips the row
+        content = ""
     return {"role": known, "content": _content(content, where)}
 
 
@@ -87,7 +89,8 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise ValueError(f"{where} has no text: its content is {type(content).__name__}")
+        what = "null, or missing" if content is None else type(content).__name__
+        raise ValueError(f"{where} has no text: its content is {what}")
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executor.data.row_files import PARQUET_BATCH_ROWS, Record, require_package
+from executor.data.row_files import PARQUET_BATCH_ROWS, Record, arrow_rows, require_package
 from simulator.errors import InputError
 from simulator.nearest import did_you_mean, nearest_name
 
@@ -31,7 +31,7 @@ class HubDataset:
         """Rows by number, columns as they are stored: nothing is decoded that is not trained."""
         number = 0
         for table in self.rows.with_format("arrow").iter(batch_size=PARQUET_BATCH_ROWS):
-            for value in table.to_pylist():
+            for value in arrow_rows(table):
                 number += 1
                 yield Record(number, value)
 

@@ -16,6 +16,22 @@ _CHUNK_CHARACTERS = 2**20
 _SPACE = re.compile(r"[ \t\n\r]+")
 _MOST_CHARACTERS = 2**28  # of one row of JSON: where a mistake would have the rest of a file read as one
 PARQUET_BATCH_ROWS = 512
+# Of what files are called by mistake: first bytes, name, remedy.
+_FIRST_BYTES = (
+    (b"\x1f\x8b", "gzip", "unpack it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it"),
+    (b"PK\x03\x04", "zip", "unpack it"),
+    (b"PAR1", "parquet", "name it .parquet"),
+    (codecs.BOM_UTF16_LE, "UTF-16", "save it as UTF-8"),
+    (codecs.BOM_UTF16_BE, "UTF-16", "save it as UTF-8"),
+    (b"version ", "a Git LFS pointer", "fetch it with `git lfs pull`"),
+)
+
+
+class Unreadable(NamedTuple):
+    """In place of a value that Python cannot hold, as a date beyond the year 9999 or text that is not UTF-8."""
+
+    reason: str
 
 
 class Record(NamedTuple):
@@ -35,9 +51,21 @@ def read_records(path: Path) -> Iterator[Record]:
     Raises InputError for a file that cannot be read on, naming file, line and column where there are any.
     """
     try:
+        if mistake := _another_format(path):
+            raise InputError(f"{path}: {mistake}")
         yield from _READERS[path.suffix.lower()](path)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror or _first_line(error)})") from error
+
+
+def _another_format(path: Path) -> str:
+    """What a file is by its first bytes, and what to do, where that is not what its name says; else empty."""
+    with path.open("rb") as file:
+        begin = file.read(8)
+    for first_bytes, what, remedy in _FIRST_BYTES:
+        if begin.startswith(first_bytes) and what != path.suffix[1:].lower():
+            return f"is {what} by its content, not {path.suffix[1:].upper()}; {remedy}"
+    return ""
 
 
 def require_package(name: str, *, what: str, extra: str) -> Any:
@@ -52,11 +80,18 @@ def require_package(name: str, *, what: str, extra: str) -> Any:
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
+    is_first = True
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            if line.strip():
-                yield _json_line(number, line)
+            if not line.strip():
+                continue
+            record = _json_line(number, line)
+            if is_first and record.mistake and (line.strip() == b"{" or line.lstrip().startswith(b"[")):
+                belongs = "; an array, or a row of several lines, belongs in a file named .json"
+                record = record._replace(mistake=record.mistake + belongs)
+            yield record
+            is_first = False
 
 
 def _json_line(number: int, raw: bytes) -> Record:
@@ -74,7 +109,12 @@ def _json_line(number: int, raw: bytes) -> Record:
         return Record(number, mistake=f": is not JSON that can be read ({_first_clause(error)})")
 
 
-def _first_clause(error: ValueError) -> str:
+def _first_line(error: Exception) -> str:
+    """What a library says, without the lines that follow."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _first_clause(error: Exception) -> str:
     """What Python says of a number, without its advice to programmers."""
     return str(error).partition(";")[0]
 
@@ -190,7 +230,8 @@ def _read_csv(path: Path) -> Iterator[Record]:
             if not header:
                 header = _header(path, line, cells)
             elif len(cells) != len(header):
-                yield Record(line, mistake=f": has {len(cells)} cells, and the header names {len(header)} columns")
+                wrong = f": has {len(cells)} cells, and the header names {len(header)} columns"
+                yield Record(line, mistake=f"{wrong}; write cells that hold {delimiter!r} in quotes")
             else:
                 yield Record(line, {name: cell.replace("\r\n", "\n") for name, cell in zip(header, cells, strict=True)})
 
@@ -215,11 +256,28 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         with parquet.ParquetFile(path) as file:
             number = 0
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                for value in batch.to_pylist():
+                for value in arrow_rows(batch):
                     number += 1
                     yield Record(number, value)
     except arrow.ArrowException as error:
-        raise InputError(f"{path}: cannot be read as Parquet ({str(error).splitlines()[0]})") from error
+        raise InputError(f"{path}: cannot be read as Parquet ({_first_line(error)})") from error
+
+
+def arrow_rows(table: Any) -> list[dict[str, Any]]:
+    """Rows of an Arrow table; a value that Python cannot hold is `Unreadable`: its column may be of no interest."""
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except (ValueError, OverflowError):
+        columns = {name: [_arrow_value(value) for value in table[name]] for name in table.schema.names}
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return rows
+
+
+def _arrow_value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError) as error:
+        return Unreadable(_first_clause(error))
 
 
 _READERS = {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from executor.data.conversation import RowText, conversation_text, read_turns
+from executor.data.row_files import Unreadable
 from executor.tokenizer import BoolArray, TokenArray, Tokenizer
 from simulator.errors import InputError
 from simulator.nearest import did_you_mean, nearest_name
@@ -38,6 +39,8 @@ _KNOWN_AS = {
     "completion": ("answer", "response", "solution", "target", "reply", "output", "assistant"),
     "text": ("content", "body", "document", "passage", "sentence", "code"),
 }
+_EMPTY_ANSWERS = ("output", "completion")
+_EMPTY: dict[RowKind, Any] = {PRE_TOKENISED: [], MESSAGES: [], SHAREGPT: []}  # what null stands for; else empty text
 COLUMNS = tuple(dict.fromkeys(column for kind in KINDS for column in (*kind.required, *kind.optional)))
 
 
@@ -63,20 +66,27 @@ def check_columns(columns: Mapping[str, str]) -> None:
 def recognise(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[RowKind, dict[str, Any]]:
     """A row's kind, and the row under our names; a column that is null counts as absent.
 
-    Raises ValueError with a clause that names the missing column.
+    An answer that is null is an empty one, and so is a row in which all that its kind asks for is null. Raises
+    ValueError with a clause that names the missing column.
     """
     named = {name: value for name, value in row.items() if value is not None and name not in columns.values()}
     for ours, theirs in columns.items():
         if row.get(theirs) is not None:
             named[ours] = row[theirs]
     # A kind that the user's map speaks of comes first.
-    for kind in sorted(KINDS, key=lambda kind: not set(columns) & {*kind.required, *kind.optional}):
+    kinds = sorted(KINDS, key=lambda kind: not set(columns) & {*kind.required, *kind.optional})
+    for kind in kinds:
         if not any(column in named for column in kind.required):
             continue
         for column in kind.required:
+            if column in _EMPTY_ANSWERS and columns.get(column, column) in row:
+                named.setdefault(column, "")
             if column not in named:
                 raise ValueError(_missing(column, row, columns))
         return kind, named
+    for kind in kinds:
+        if all(columns.get(column, column) in row for column in kind.required):
+            return kind, named | {column: _EMPTY.get(kind, "") for column in kind.required}
     for ours in columns:
         if ours not in named:
             raise ValueError(_missing(ours, row, columns))
@@ -90,6 +100,9 @@ def row_content(
     kind: RowKind, row: Mapping[str, Any], tokenizer: Tokenizer, *, train_on_prompt: bool
 ) -> RowText | RowTokens:
     """What a recognised row says. Raises ValueError with a clause that names the wrong column."""
+    for column in (*kind.required, *kind.optional):
+        if isinstance(value := row.get(column), Unreadable):
+            raise ValueError(f"{column!r} cannot be read ({value.reason})")
     if kind is PRE_TOKENISED:
         return _pre_tokenised(row, tokenizer)
     if kind is TEXT:

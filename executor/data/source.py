@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from executor.data import hub
@@ -17,6 +17,7 @@ CODE_SUFFIXES = (
 )
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html", ".log", *CODE_SUFFIXES)
 _NOT_READ = (".arrow", ".feather", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".xlsx", ".xls", ".pdf", ".docx")
+_UNPACK = f"unpack it or write {', '.join(ROW_SUFFIXES)} or plain text"
 # Installed packages and caches inside a source tree are not the source.
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
 # Rows beside which text is only about the rows, and tables beside which text is a project's.
@@ -78,6 +79,8 @@ def find_source(name: Path | str, *, what: str = "data") -> Source:
     if str(name).startswith(hub.PREFIX):
         dataset = hub.download(str(name), what=what)
         return Source(str(name), dataset.files, is_text=False, dataset=dataset)
+    if hint := _elsewhere(str(name)):
+        raise InputError(f"{what}: {name} does not exist; {hint}")
     path = require_path(name, what=what)
     if hub.is_saved(path):
         dataset = hub.load_saved(path)
@@ -90,10 +93,19 @@ def find_source(name: Path | str, *, what: str = "data") -> Source:
         )
     suffix = path.suffix.lower()
     if suffix in _NOT_READ:
-        raise UnsupportedChoice(
-            f"{path}: {suffix} is not read; unpack it or write {', '.join(ROW_SUFFIXES)} or plain text"
-        )
+        raise UnsupportedChoice(f"{path}: {suffix} is not read; {_UNPACK}")
     return Source(_printable(path), (path,), is_text=suffix not in ROW_SUFFIXES)
+
+
+def _elsewhere(name: str) -> str:
+    """What to do about a name of nothing on this disk that others take; empty where it is none."""
+    if re.match(r"[a-z][a-z0-9+.-]*://", name):
+        return "nothing is fetched from an address: download it and name the file"
+    path = Path(name)
+    is_file_name = path.name.lower().endswith((*TEXT_SUFFIXES, *ROW_SUFFIXES, *_NOT_READ))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not is_file_name and not path.parent.exists():
+        return f"a file's path, or {hub.PREFIX}{name} for a dataset of the Hugging Face hub?"
+    return ""
 
 
 def find_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -115,20 +127,41 @@ def _printable(path: Path) -> str:
 
 
 def _folder(path: Path) -> Source:
-    text, rows = find_files(path, TEXT_SUFFIXES), find_files(path, ROW_SUFFIXES)
+    found = find_files(path, (*TEXT_SUFFIXES, *ROW_SUFFIXES))
+    files = _named_once(found)
+    text = [file for file in files if file.name.lower().endswith(TEXT_SUFFIXES)]
+    rows = [file for file in files if file.name.lower().endswith(ROW_SUFFIXES)]
+    not_read = find_files(path, _NOT_READ)
     if not text and not rows:
+        hint = f"; {not_read[0].name} is not read: {_UNPACK}" if not_read else ""
         raise InputError(
             f"{path}: has no text files ({', '.join(TEXT_SUFFIXES[:7])}, ...) and no rows ({', '.join(ROW_SUFFIXES)})"
+            + hint
         )
     if rows and all(_ABOUT_THE_ROWS.fullmatch(file.name) for file in text):
-        return _rows(path, [file for file in rows if not _ABOUT_THE_ROWS.fullmatch(file.name)] or rows)
-    if surely := [file for file in rows if file.suffix.lower() in _SURELY_ROWS]:
+        source = _rows(path, [file for file in rows if not _ABOUT_THE_ROWS.fullmatch(file.name)] or rows)
+    elif surely := [file for file in rows if file.suffix.lower() in _SURELY_ROWS]:
         raise InputError(
             f"{path}: holds text and rows ({text[0].name}, {surely[0].name}, ...); "
             "name one file, or a folder of one kind"
         )
-    left_out = (f"{len(rows)} files that are not text ({rows[0].name}, ...)",) if rows else ()
-    return Source(_printable(path), tuple(text), True, path, left_out)
+    else:
+        left_out = (f"{len(rows)} files that are not text ({rows[0].name}, ...)",) if rows else ()
+        source = Source(_printable(path), tuple(text), True, path, left_out)
+    more = []
+    if not_read:
+        more.append(f"{len(not_read)} files of formats that are not read ({not_read[0].name}, ...)")
+    if links := sorted(set(found) - set(files)):
+        more.append(f"{len(links)} links to files that are read under another name ({links[0].name}, ...)")
+    return replace(source, left_out=(*source.left_out, *more))
+
+
+def _named_once(files: list[Path]) -> list[Path]:
+    """Files under one name each: a link to another of them, or the second of two to one place, is left out."""
+    names: dict[Path, Path] = {}
+    for file in sorted(files, key=lambda file: file.is_symlink()):
+        names.setdefault(file.resolve(), file)
+    return sorted(names.values())
 
 
 def _rows(folder: Path, files: list[Path]) -> Source:

@@ -114,7 +114,7 @@ def _rows(
             tally.num_read += 1
             mistake = record.mistake
             if not mistake and not isinstance(record.value, dict):
-                hint = ", one row a line" if isinstance(record.value, list) else ""
+                hint = ", one row a line; an array of rows belongs in .json" if isinstance(record.value, list) else ""
                 mistake = f": is a JSON {type(record.value).__name__}; a row is an object{hint}"
             try:
                 if mistake:
