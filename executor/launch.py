@@ -24,6 +24,7 @@ from simulator.freezing import freeze, frozen_patterns, unfrozen
 from simulator.hardware_check import check_capacity
 from simulator.model import ModelSpec
 from simulator.probe import current_device, current_host
+from simulator.system import HostPeak
 from simulator.timeline import Timeline, largest_deviations
 from simulator.units import format_bytes, format_seconds
 
@@ -202,17 +203,18 @@ def _train(
         for line in forecast(plan, opened):
             say(line)
 
-    run = Run(
-        config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device, say=say,
-        inputs=inputs, before_start=announce,
-    )  # fmt: skip
-    try:
-        run.prepare()
-        if filled is not None and run.trainer.steps_done < run.num_steps:
-            filled()
-        return run.train()
-    finally:
-        run.close()
+    with HostPeak() as host_peak:  # loading, training, saving, resuming
+        run = Run(
+            config, model_config, model, plan.inputs.workload, plan.policy, directory, device=device,
+            host_peak=host_peak, say=say, inputs=inputs, before_start=announce,
+        )  # fmt: skip
+        try:
+            run.prepare()
+            if filled is not None and run.trainer.steps_done < run.num_steps:
+                filled()
+            return run.train()
+        finally:
+            run.close()
 
 
 def _hold_to_limit(plan: Plan, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from executor.loggers import Logger, open_loggers
 from executor.operations import Optimization
 from executor.out_of_memory import doing
 from executor.progress import step_progress
+from executor.retries import Retries
 from executor.run_checkpoints import RunCheckpoints
 from executor.run_directory import EXPORTED
 from executor.run_inputs import RunInputs
@@ -37,6 +38,7 @@ from simulator.policy import Policy, Workload
 from simulator.predict import StepFigures, step_figures
 from simulator.system import HostPeak, return_freed_memory
 from simulator.timeline import Timeline
+from simulator.units import format_bytes
 
 WARM_UP_STEPS = 3  # not timed: compilation, growing pools, cold clocks
 # Losses in a row that are not finite, after which a run ends: the weights do not change, so neither will the loss.
@@ -79,13 +81,16 @@ class Run:
         directory: Path,
         *,
         device: torch.device,
+        host_peak: HostPeak,
         say: Callable[[str], None] = print,
         inputs: RunInputs | None = None,
         before_start: Callable[[RunInputs], None] = lambda inputs: None,
     ) -> None:
         self.config, self.model_config, self.model = config, model_config, model
         self.workload, self.policy, self.directory, self.device, self.say = workload, policy, directory, device, say
+        self.host_peak = host_peak
         self.context_bytes = _device_bytes_in_use(device)
+        self.retries = Retries(device)
         self.inputs = inputs or RunInputs(config, model, say=say)
         self.inputs.find_checkpoint()  # now that the directory is held
         self.dataset, self.eval_dataset = self.inputs.dataset, self.inputs.eval_dataset
@@ -94,7 +99,7 @@ class Run:
         self.saves, self.model_folder = self.inputs.saves, self.inputs.model_folder
         self.eval_losses = list(self.inputs.eval_losses)
         self.timeline: Timeline | None = None  # of the step recorded last
-        self.steps_applied = 0
+        self.first_step = self.steps_applied = 0
         self.lost_steps = 0  # in a row until now: their loss was not finite
         self.loggers: list[Logger] = []
         self.saved = RunCheckpoints(
@@ -114,7 +119,7 @@ class Run:
         with doing("allocating the training state"):
             self.trainer = Trainer(model_config, model, workload, policy, self._optimization(), device=device)
         self.trainer.operations.before_update = self.saved.writer.before_update
-        say(f"state allocated in {time.perf_counter() - started:.1f} s")
+        say(f"state allocated in {time.perf_counter() - started:.1f} s{self._host_words()}")
 
     def _optimization(self) -> Optimization:
         config = self.config
@@ -129,7 +134,10 @@ class Run:
         with doing("filling the training state"):
             self._fill_state()
         compiles = "; the first step compiles the layers" if self.workload.compiled else ""
-        self.say(f"state filled in {time.perf_counter() - started:.1f} s{compiles}")
+        self.say(f"state filled in {time.perf_counter() - started:.1f} s{self._host_words()}{compiles}")
+
+    def _host_words(self) -> str:
+        return f", host memory {format_bytes(self.host_peak.sample())}"
 
     def _fill_state(self) -> None:
         states = self.trainer.memory.states()
@@ -156,7 +164,8 @@ class Run:
 
         A step is timed from one report to the next, so pipelined steps are timed as they are paid for.
         """
-        trainer, first = self.trainer, self.trainer.steps_done
+        trainer = self.trainer
+        first = self.first_step = trainer.steps_done
         if first == self.num_steps or self.inputs.should_stop_early(self.eval_losses):
             self._export()
             return None
@@ -169,7 +178,6 @@ class Run:
         evaluated = stopped_early = False
         with (
             step_progress(self.say, num_steps=self.num_steps, steps_done=first) as progress,
-            HostPeak() as host_peak,
             stop_requests() as stop,
         ):
             self.log = self._step_log(progress.say)
@@ -185,7 +193,7 @@ class Run:
                 if result.step == recorded:
                     self.timeline = trainer.timeline(seconds[-1])
                 lost = trainer.lost_seconds(seconds[-1])
-                self._log(result, seconds[-1], data_waits.pop(result.step), host_peak.peak_bytes, lost)
+                self._log(result, seconds[-1], data_waits.pop(result.step), lost)
                 progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
 
             for step in range(first, self.num_steps):
@@ -237,7 +245,7 @@ class Run:
                     f"{self.config.early_stop_patience} evaluations without a lower loss"
                 )
             exported = self._export() if self.saves else None
-        return self._outcome(results, seconds, host_peak.peak_bytes, exported)
+        return self._outcome(results, seconds, exported)
 
     def _step_log(self, say: Callable[[str], None]) -> StepLog:
         self.say = say
@@ -258,9 +266,7 @@ class Run:
             improved=evaluations_without_improvement(self.eval_losses) == 0,
         )  # fmt: skip
 
-    def _log(
-        self, result: StepResult, seconds: float, data_wait: float, host_bytes: int, lost: dict[str, float]
-    ) -> None:
+    def _log(self, result: StepResult, seconds: float, data_wait: float, lost: dict[str, float]) -> None:
         if not math.isfinite(result.gradient_norm) and self.policy.clipping != "global":
             self.saved.writer.finish()
             newest = checkpoint.latest(self.checkpoints)
@@ -271,8 +277,11 @@ class Run:
         self.log.step(
             result, steps_applied=self.steps_applied, seconds=seconds, data_wait_seconds=data_wait,
             # On a CPU, counted in one step near the end.
-            device_peak_bytes=self._device_peak_bytes() or None, host_peak_bytes=host_bytes, lost_seconds=lost,
+            device_peak_bytes=self._device_peak_bytes() or None, host_peak_bytes=self.host_peak.peak_bytes,
+            allocator_retries=self.retries.count(), lost_seconds=lost,
         )  # fmt: skip
+        if advice := self.retries.advice(warm=result.step >= self.first_step + WARM_UP_STEPS):
+            self.say(advice)
         self.steps_applied += result.applied  # a skipped step leaves the schedule where it was
         self.lost_steps = 0 if math.isfinite(result.loss) else self.lost_steps + 1
         if self.lost_steps >= MOST_LOST_STEPS and self.steps_applied:
@@ -301,9 +310,7 @@ class Run:
                 source=self.model_folder, save_tokenizer=save_tokenizer,
             )  # fmt: skip
 
-    def _outcome(
-        self, results: list[StepResult], seconds: list[float], host_peak_bytes: int, exported: Path | None
-    ) -> Outcome:
+    def _outcome(self, results: list[StepResult], seconds: list[float], exported: Path | None) -> Outcome:
         timed = seconds[WARM_UP_STEPS:] or seconds[1:] or seconds
         step_seconds = statistics.median(timed)
         timeline = self.timeline
@@ -312,7 +319,7 @@ class Run:
         breakdown = {cause: s * step_seconds / timeline.step_seconds for cause, s in timeline.breakdown().items()}
         figures = step_figures(
             self.model, self.workload, step_seconds, device_peak_bytes=self._device_peak_bytes(),
-            host_peak_bytes=host_peak_bytes, breakdown_seconds=breakdown,
+            host_peak_bytes=self.host_peak.peak_bytes, breakdown_seconds=breakdown,
         )  # fmt: skip
         # Padding is computed, so it counts as FLOPs; it is not text, so it does not count as tokens.
         real_tokens = statistics.mean(result.num_tokens for result in results[-len(timed) :])

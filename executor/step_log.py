@@ -47,6 +47,7 @@ class StepLog:
         data_wait_seconds: float,
         device_peak_bytes: int | None,
         host_peak_bytes: int,
+        allocator_retries: int | None,
         lost_seconds: Mapping[str, float],
     ) -> dict[str, Any]:
         """Write a step's line; `steps_applied` counts those before it. Returns the line.
@@ -73,6 +74,7 @@ class StepLog:
             "tflops_formula": f"{self.flops}, T = {self.tokens_per_step}",
             "device_peak_bytes": device_peak_bytes,
             "host_peak_bytes": host_peak_bytes,
+            "allocator_retries": allocator_retries,
             "data_wait_seconds": data_wait_seconds,
             "lost_seconds": dict(lost_seconds),
         }

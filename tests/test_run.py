@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from analysis.tables import deviations, error_share
 from executor import checkpoint
 from executor.config import TrainConfig
+from executor.huggingface import initialise
 from executor.launch import launch
 from executor.measure import measure
 from executor.run import Interrupted
@@ -28,6 +30,7 @@ from simulator.hardware import HardwareProfile, load_hardware
 from simulator.model import ModelSpec, model_spec
 from simulator.policy import Home, OptimizerHome, Workload, uniform_policy
 from simulator.probe import current_device, current_host
+from simulator.system import process_tree_bytes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -124,6 +127,26 @@ def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_l
     trained = dict(exported.named_parameters())["model.embed_tokens.weight"]
     assert torch.equal(trained.flatten(), tensors[0][: trained.numel()])
     assert not torch.equal(trained, AutoModelForCausalLM.from_config(exported.config).model.embed_tokens.weight)
+
+
+def test_the_host_peak_counts_what_loading_took(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spike = 600 * 2**20
+    during = []
+
+    def taking(*arguments: Any, **keywords: Any) -> None:
+        taken = bytearray(spike)
+        taken[::4096] = bytes([1]) * len(range(0, spike, 4096))
+        during.append(process_tree_bytes())
+        time.sleep(0.2)  # longer than the sampling thread waits
+        del taken
+        initialise(*arguments, **keywords)
+
+    monkeypatch.setattr("executor.run.initialise", taking)
+    record = launch(run_config(text, tmp_path / "run"), planned, CONFIG, model, say=silent)
+    assert record.measured is not None
+    assert record.measured.host_peak_bytes >= during[0] > spike
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -58,6 +58,7 @@ def test_every_step_s_line_is_complete(tmp_path: Path, text: Path, model: ModelS
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["device_peak_bytes"] > 0
         assert row["host_peak_bytes"] > 0
+        assert row["allocator_retries"] is None  # the CPU's allocator knows of none
         assert 0 <= row["data_wait_seconds"] < row["seconds"]
         assert row["lost_seconds"].keys() == {*WAITING.values(), OTHER_WAIT}
         assert all(seconds >= 0 for seconds in row["lost_seconds"].values())
