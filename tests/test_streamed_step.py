@@ -5,8 +5,10 @@ import torch
 
 from executor.data.dataset import Batch
 from executor.planes import split_planes
+from executor.trainer import Trainer
 from simulator.model import model_spec
 from simulator.policy import OptimizerHome, Policy, Workload, uniform_policy
+from simulator.program import Kind
 from tests.plain_trainer import plain_train
 from tests.tiny import (
     BETAS,
@@ -210,13 +212,62 @@ def test_inputs_that_wait_on_the_host_give_the_same_bits(
     compare_bits(config, workload, policies, random_weights(config, torch.float32), tiny_batches(2))
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # a minute of compiling
+def test_one_micro_batch_gives_the_same_bits_under_all_policies_and_as_a_sum(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers write their bf16 gradients where these stay or leave from: device, slabs, streamed states."""
+    config, workload = tiny_config(), tiny_workload("bf16", gradient_format="bf16", compiled=compiled)
+
+    def uniform(**choices: object) -> Policy:
+        settings = {"micro_batch_rows": ROWS, "groups": (1,), "head_chunk_tokens": 10, "save_level": "input", **choices}
+        return uniform_policy(model_spec(config), workload, **settings)  # type: ignore[arg-type]
+
+    policies = {
+        "all in HBM": uniform(),
+        "all kept": uniform(save_level="keep"),
+        "all streamed": uniform(weights="host", optimizer="host"),
+        "more slabs": uniform(optimizer="host", gradient_slabs=3),
+        "streamed states, waiting inputs": uniform(weights="host", optimizer="streamed", activations="host"),
+    }
+    weights, batches = random_weights(config, torch.float32), tiny_batches(3)
+    trainer = make_trainer(config, workload, policies["all streamed"], weights)
+    assert all(gradient == total for gradient, total in sums_of(trainer))
+    trainer.close()
+    expected = compare_bits(config, workload, policies, weights, batches)
+
+    for place in ("placement", "costs", "roofline"):
+        monkeypatch.setattr(f"simulator.{place}.gradients_written_once", lambda workload, policy: False)
+    trainer = make_trainer(config, workload, policies["all streamed"], weights)
+    assert not any(gradient == total for gradient, total in sums_of(trainer))
+    trainer.close()
+    assert_same_bits(compare_bits(config, workload, policies, weights, batches), expected, "as a sum")
+
+
+def sums_of(trainer: Trainer) -> list[tuple[str, str]]:
+    """Of each layer the buffers of its completed gradient and of its sum."""
+    return [
+        (operation.target("gradient."), operation.source("gradient_sum"))
+        for operation in trainer.program.steady
+        if operation.kind is Kind.FINISH_GRADIENT and operation.block in trainer.model.layers
+    ]
+
+
+Bits = tuple[list[tuple[float, float]], list[torch.Tensor]]
+
+
+def assert_same_bits(found: Bits, expected: Bits, title: str) -> None:
+    assert found[0] == expected[0], title
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), title
+
+
 def compare_bits(
     config: dict,
     workload: Workload,
     policies: dict[str, Policy],
     weights: dict[str, torch.Tensor],
     batches: list[Batch],
-) -> None:
+) -> Bits:
     """Losses, norms and every bit of the state after some steps are the first policy's under all of them."""
     expected = None
     for title, policy in policies.items():
@@ -226,9 +277,9 @@ def compare_bits(
         trainer.close()
         if expected is None:
             expected = found
-            continue
-        assert found[0] == expected[0], title
-        assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), title
+        assert_same_bits(found, expected, title)
+    assert expected is not None
+    return expected
 
 
 @pytest.mark.parametrize("micro_batch_rows", [1, 2, 3, 6])

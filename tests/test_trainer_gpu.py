@@ -124,6 +124,25 @@ def test_policies_give_the_same_bits(gradient_format: str, clipping: str, compil
         assert_same(found, expected, title)
 
 
+@pytest.mark.parametrize(("compiled", "level"), [(False, "input"), (True, "keep"), (True, "budget_50")])
+def test_one_micro_batch_gives_the_same_bits_under_all_policies(compiled: bool, level: SaveLevel) -> None:
+    """Its layers write their gradients where these stay or leave from, in the products that form them."""
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16", compiled=compiled)
+    weights, batches = random_weights(config, torch.float32), gpu_batches(3)
+
+    def uniform(**choices: object) -> Policy:
+        settings = {"micro_batch_rows": ROWS, "groups": (1,), "save_level": level, **choices}
+        return uniform_policy(model_spec(config), workload, **settings)  # type: ignore[arg-type]
+
+    expected = run_bits(make_trainer(config, workload, uniform(), weights, device="cuda"), batches)
+    for title, policy in {
+        "all streamed": uniform(weights="host", optimizer="host"),
+        "more slabs": uniform(optimizer="host", gradient_slabs=3),
+        "streamed states": uniform(weights="host", optimizer="streamed"),
+    }.items():
+        assert_same(run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches), expected, title)
+
+
 def waiting_policies(config: dict[str, Any], workload: Workload) -> dict[str, Policy]:
     """Save level `input`, whose activations wait on the host in all or some layers."""
     on_device = policies(config, workload, "input")
