@@ -22,12 +22,14 @@ from executor.data.dataset import SYNTHETIC, open_dataset
 from executor.ideal import MeasuredIdeal, measure_ideal
 from executor.launch import launch
 from executor.record import RunRecord, append_result
+from executor.run import Interrupted
+from executor.run_directory import RECORD
 from executor.yaml_mapping import read_yaml_mapping
 from planner.ablation import ABLATIONS, ablate
 from planner.plan import Limits, Plan
 from planner.search import plan as run_plan
 from simulator.costs import OperationCosts
-from simulator.errors import InputError
+from simulator.errors import ConveyorError, InputError
 from simulator.families import with_layers
 from simulator.formats import GradientFormat
 from simulator.hardware import HardwareProfile
@@ -112,6 +114,8 @@ def bench(
     """Run every row and give what it found; each record is added to `results` as soon as it is there.
 
     `ablations` (of planner.ablation) are further runs of a row, with the first of `clips`, without one means each.
+    A run that fails, as where memory runs out, is recorded as that, and the next one starts.
+
     Raises InputError for a row that no plan fits and for output directories that hold runs already.
     """
     device = torch.device("cuda", 0) if hardware.device.kind == "cuda" else torch.device("cpu")
@@ -215,6 +219,11 @@ def _train(
     config = load_config(None, settings=settings | _of_plan(plan))
     try:
         return launch(config, plan, read_model_config(model), plan.model, say=say)
+    except (InputError, Interrupted):
+        raise
+    except ConveyorError as error:  # an attempt like others: it has left its record
+        say(f"{directory.name}: {error}")
+        return RunRecord.load(directory / RECORD)
     finally:
         release_device()
 

@@ -13,7 +13,8 @@ from analysis.plain_torch import BETAS, EPSILON, PlainTorch
 from executor.ideal import measure_ideal
 from executor.planes import split_planes
 from executor.record import RunRecord, load_results
-from simulator.errors import InputError
+from executor.run import Run
+from simulator.errors import InputError, OutOfMemory
 from simulator.hardware import load_hardware
 from simulator.ideal import ideal_steps
 from simulator.model import model_spec
@@ -80,6 +81,29 @@ def test_the_committed_matrices_are_readable(name: str) -> None:
     rows = load_matrix(root / f"analysis/matrices/{name}.yaml").rows
     assert len({row.case for row in rows}) == len(rows)
     assert all((root / row.model).is_file() for row in rows)
+
+
+def test_a_run_that_fails_is_recorded_and_the_next_one_starts(
+    matrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(run: Run) -> None:
+        if run.directory.name == "tiny-clipped":
+            raise OutOfMemory("device memory ran out")
+        real(run)
+
+    real = Run.prepare
+    monkeypatch.setattr(Run, "prepare", full)
+    said: list[str] = []
+    found = bench(
+        load_matrix(matrix).rows, load_hardware("cpu-2-core"), tmp_path / "out", clips=["clipped"], with_ideal=False,
+        with_plain=False, warm_seconds=0.0, results=tmp_path / "results.json", say=said.append,
+    )  # fmt: skip
+    records = load_results(tmp_path / "results.json")
+    assert [(record.case, record.status) for record in records] == [
+        ("tiny-clipped", "out_of_memory"), ("short-clipped", "ok"),
+    ]  # fmt: skip
+    assert any("tiny-clipped" in line and "device memory ran out" in line for line in said)
+    assert "out_of_memory: device memory ran out" in table(found)
 
 
 def test_a_row_s_own_costs_price_its_plan(matrix: Path, tmp_path: Path) -> None:
