@@ -14,14 +14,14 @@ the operations that they contain.
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from planner.coefficients import Outline
 from planner.formulation import Formulation
 from planner.greedy import greedy, promise
-from planner.layout import policies, swaps
+from planner.layout import Way, policies, swaps, ways
 from planner.least_memory import TIERS, least_memory
 from planner.memory_rows import Budget
 from planner.neighbours import neighbours
@@ -31,8 +31,8 @@ from planner.variables import Decisions, policy_decisions
 from simulator.policy import Policy
 from simulator.predict import StepFigures
 
-# Operations of all replays that only improve on what was found: about a second on one core.
-IMPROVEMENT_OPERATIONS = 8_000
+# Operations of all replays that only improve on what was found: a second or two on one core.
+IMPROVEMENT_OPERATIONS = 12_000
 # Without a solver every outline costs a walk, so only the likeliest are tried.
 GREEDY_OUTLINES = 16
 MAX_TIGHTENINGS = 3
@@ -46,6 +46,16 @@ class Found:
     policy: Policy
     figures: StepFigures
     bound_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An outline to solve, or decisions to replay. `bound` is below all that may come of it."""
+
+    outline: Outline
+    bound: float
+    decisions: Decisions | None = None
+    way: Way | None = None  # how to lay them out; None: in all ways
 
 
 @dataclass(slots=True)
@@ -67,13 +77,15 @@ class Search:
     best: tuple[Policy, StepFigures] | None = None
     bounds: dict[Outline, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    # Outlines to solve, and decisions to replay, lowest bound first.
-    queue: list[tuple[float, int, Outline, Decisions | None]] = field(default_factory=list)
+    # By what each is expected to come to.
+    queue: list[tuple[float, int, Entry]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
     seen: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     queued: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     tightened: dict[Outline, int] = field(default_factory=dict)
     short: dict[Outline, dict[str, int]] = field(default_factory=dict)  # bytes by which memory was tightened, by tier
+    # The best way to lay out decisions that stream weights or not, and states or not.
+    ways: dict[tuple[bool, bool], Way] = field(default_factory=dict)
     spent: int = 0
     wide: bool = False  # states may stream and layer inputs wait on the host
 
@@ -103,8 +115,8 @@ class Search:
     def best_seconds(self) -> float:
         return math.inf if self.best is None else self.best[1].step_seconds
 
-    def _push(self, bound: float, outline: Outline, decisions: Decisions | None) -> None:
-        heapq.heappush(self.queue, (bound, next(self.numbers), outline, decisions))
+    def _push(self, entry: Entry, expected: float | None = None) -> None:
+        heapq.heappush(self.queue, (entry.bound if expected is None else expected, next(self.numbers), entry))
 
     def _open(self) -> None:
         """A good replay to begin with: of each micro-batch size the outline that takes least memory is solved first."""
@@ -112,7 +124,7 @@ class Search:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
         if not self.solver:
             for outline in self._promising():
-                self._push(self.bounds[outline], outline, None)
+                self._push(Entry(outline, self.bounds[outline]))
             return
         order = sorted(self.outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
         opened: dict[int, Outline] = {}
@@ -122,12 +134,12 @@ class Search:
         for outline in opened.values():
             self._solve(outline)
         while self.queue and self.best is None:
-            _, _, outline, decisions = heapq.heappop(self.queue)
-            if decisions is not None:
-                self._replay(outline, decisions)
+            _, _, entry = heapq.heappop(self.queue)
+            if entry.decisions is not None:
+                self._replay(entry, entry.decisions)
         for outline in order:
             if outline not in opened.values():
-                self._push(self.bounds[outline], outline, None)
+                self._push(Entry(outline, self.bounds[outline]))
 
     def _widen(self) -> None:
         """All outlines once more, with states that may stream and inputs that may wait on the host; and the neighbours
@@ -142,7 +154,7 @@ class Search:
         if not self.solver:  # every outline costs a walk: the neighbours have to do
             candidates = self._promising() if self.best is None else []
         for outline in sorted(candidates, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o)):
-            self._push(self.bounds[outline], outline, None)
+            self._push(Entry(outline, self.bounds[outline]))
         if self.best is not None:
             policy = self.best[0]
             outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
@@ -156,13 +168,13 @@ class Search:
     def _branch(self) -> None:
         """Solve outlines and replay decisions until no bound is below the best replay."""
         while self.queue:
-            bound, _, outline, decisions = heapq.heappop(self.queue)
-            if bound >= self.best_seconds * (1 - self.tolerance):
-                break
-            if decisions is None:
-                self._solve(outline)
+            _, _, entry = heapq.heappop(self.queue)
+            if entry.bound >= self.best_seconds * (1 - self.tolerance):
+                continue
+            if entry.decisions is None:
+                self._solve(entry.outline)
             elif self.best is None or self.spent < self.improvement_operations:
-                self._replay(outline, decisions)
+                self._replay(entry, entry.decisions)
 
     def _solve(self, outline: Outline, over: Mapping[str, int] | None = None) -> None:
         """Queue the program's decisions for an outline; `over` is what its last replay took beyond the limits."""
@@ -182,7 +194,7 @@ class Search:
         if decisions is not None:
             bound = max(formulation.mip.objective.value(formulation.evaluate(decisions)), self.bounds[outline])
             # Until something fits, what was solved with less memory comes before neighbours of what did not fit.
-            self._push(-math.inf if short and self.best is None else bound, outline, decisions)
+            self._push(Entry(outline, bound, decisions), -math.inf if short and self.best is None else None)
 
     def _formulation(self, outline: Outline, budget: Budget) -> Formulation:
         formulation = self.problem.formulation(outline, budget)
@@ -209,26 +221,62 @@ class Search:
             return formulation.variables.decisions(solution.values)
         return greedy(formulation) if solution.status == "no solution" else None
 
-    def _replay(self, outline: Outline, decisions: Decisions) -> None:
+    def _replay(self, entry: Entry, decisions: Decisions) -> None:
         """Replay the layouts of decisions, then queue their neighbours that could win."""
+        outline = entry.outline
         if (outline, decisions.key()) in self.seen:
             return
         self.seen.add((outline, decisions.key()))
-        least_over: dict[str, int] | None = None
-        for policy in policies(self.problem.coefficients(outline), decisions):
-            over = self._try(policy)
-            if least_over is None or sum(over.values()) < sum(least_over.values()):
-                least_over = over
-        if least_over and self.tightened.get(outline, 0) < MAX_TIGHTENINGS:
+        way, over, seconds = self._lay_out(outline, decisions, entry.way)
+        if over and self.tightened.get(outline, 0) < MAX_TIGHTENINGS:
             self.tightened[outline] = self.tightened.get(outline, 0) + 1
             self.counts["tightened"] += 1
-            self._solve(outline, least_over)
-        self._queue_neighbours(outline, decisions)
+            self._solve(outline, over)
+        self._queue_neighbours(outline, decisions, way, seconds)
 
-    def _queue_neighbours(self, outline: Outline, decisions: Decisions) -> None:
+    def _lay_out(self, outline: Outline, decisions: Decisions, way: Way | None) -> tuple[Way, dict[str, int], float]:
+        """Replay decisions in one way or, with none given, in all; the best, what it takes beyond the limits, seconds.
+
+        Where alike decisions of another outline have been replayed in all ways, their best way comes first, and the
+        others only where that one is the best so far.
+        """
+        coefficients, tried = self.problem.coefficients(outline), []
+
+        def replay(among: Sequence[Way]) -> None:
+            for policy, how in policies(coefficients, decisions, among).items():
+                over = self._try(policy)
+                tried.append((sum(over.values()), self.problem.figures(policy).step_seconds, how, over, policy))
+
+        def best() -> tuple[int, float, Way, dict[str, int], Policy]:
+            return min(tried, key=lambda one: one[:3])
+
+        links = sum(decisions.link_layers.values())
+        alike = (any(decisions.streamed.values()), links > 0)
+        first = way or self.ways.get(alike)
+        before = self.best_seconds
+        if first is not None:
+            replay([first])
+        if way is None and (first is None or self.best_seconds < before):
+            replay(ways(decisions))
+            if links > decisions.state_slots:
+                _, _, so_far, _, policy = best()
+                paces = (policy.state_pace - 1, policy.state_pace + 1)
+                replay([so_far._replace(pace=pace) for pace in paces if pace])
+            if self.problem.model.num_layers > SMALL_MODEL_LAYERS:
+                self.ways[alike] = best()[2]._replace(pace=0)
+        _, seconds, found, over, _ = best()
+        return found, over, seconds
+
+    def _queue_neighbours(
+        self, outline: Outline, decisions: Decisions, way: Way | None = None, seconds: float = -math.inf
+    ) -> None:
+        """Queue neighbours that could win. Each is expected to lie as far above its bound as the decisions, laid out
+        in that way, lie above theirs."""
         formulation = self._formulation(outline, self.problem.budget)
+        slack = max(0.0, seconds - formulation.step.value(formulation.evaluate(decisions)))
+        small = self.problem.model.num_layers <= SMALL_MODEL_LAYERS
         moves = list(neighbours(formulation.coefficients, decisions))
-        if self.problem.model.num_layers <= SMALL_MODEL_LAYERS:
+        if small:
             # Few enough for two moves at once: one often has to make room for the other.
             moves += [second for first in moves for second in neighbours(formulation.coefficients, first)]
         for other in moves:
@@ -239,7 +287,8 @@ class Search:
             values = formulation.evaluate(other)
             if formulation.step.value(values) < self.best_seconds and formulation.fits(values):
                 # With its tie-breaks: of equals those that do least on the host come first.
-                self._push(formulation.mip.objective.value(values), outline, other)
+                bound = formulation.mip.objective.value(values)
+                self._push(Entry(outline, bound, other, None if small else way), bound + slack)
 
     def _try(self, policy: Policy) -> dict[str, int]:
         """Replay a policy and keep it if it is the best; returns what it takes beyond the limits."""

@@ -3,14 +3,16 @@
 Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive.
 Of equals those whose inputs wait on the host lie lowest, where an input waits longest.
 Host optimizers lie at the top, where an update has most time before its layer's next forward; below them the layers
-whose state streams, which has the link to itself until then. Layers with streamed weights lie
-evenly among the host-updated ones, at their top or at their bottom: which is best, the replay tells.
+whose state streams, which has the link to itself until then. Or they lie evenly among these, or among all layers: what
+comes over the link, weights in every group's passes and states in the first forward, then has the compute of others
+beside it. Layers with streamed weights lie evenly among the host-updated ones, at their top or at their bottom. Which
+is best, the replay tells.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from planner.coefficients import ON_HOST, Coefficients, Keeping, base_policy
 from planner.variables import Decisions
@@ -19,21 +21,38 @@ from simulator.policy import Policy
 
 Value = TypeVar("Value")
 
-Streams = Literal["spread", "top", "bottom"]
+Streams = Literal["spread", "top", "bottom"]  # where streamed layers lie among the host-updated ones
+Hosts = Literal["top", "among links", "spread"]  # where these lie in the model
 
 
-def policies(coefficients: Coefficients, decisions: Decisions) -> list[Policy]:
-    """The policies of a solution, the likeliest first: one if all or none of the host-updated layers stream."""
-    ways: list[Streams] = ["spread", "top", "bottom"]
-    found = []
-    for way in ways:
-        policy = lay_out(coefficients, decisions, way)
-        if policy not in found:
-            found.append(policy)
+class Way(NamedTuple):
+    """How counts become layers."""
+
+    hosts: Hosts = "top"
+    streams: Streams = "spread"
+    pace: int = 0  # of states that stream; 0: what `_state_pace` says
+
+
+DEFAULT = Way()
+
+
+def ways(decisions: Decisions) -> list[Way]:
+    """Ways that may differ for these decisions, the likeliest first."""
+    found = [Way("top", "spread"), Way("top", "top"), Way("top", "bottom")]
+    if any(decisions.streamed.values()) or any(decisions.link_layers.values()):
+        found = [Way("among links"), Way("spread"), *found]
     return found
 
 
-def lay_out(coefficients: Coefficients, decisions: Decisions, streams: Streams = "spread") -> Policy:
+def policies(coefficients: Coefficients, decisions: Decisions, among: Sequence[Way] = ()) -> dict[Policy, Way]:
+    """The policies of a solution, in all ways or `among` these, each with the first way that gives it."""
+    found: dict[Policy, Way] = {}
+    for way in among or ways(decisions):
+        found.setdefault(lay_out(coefficients, decisions, way), way)
+    return found
+
+
+def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT) -> Policy:
     """One policy with the counts of a solution."""
     c = coefficients
     host = {0} if decisions.host_embedding else set()
@@ -41,11 +60,12 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, streams: Streams =
     streamed: set[int] = set()
     by_link: set[int] = set()
     for kind, layers in c.kinds.items():
-        below_host = len(layers) - decisions.host_layers.get(kind, 0)
-        on_host = layers[below_host:]
+        num_host, num_link = decisions.host_layers.get(kind, 0), decisions.link_layers.get(kind, 0)
+        on_host = _on_host(layers, num_host, num_link, way.hosts)
         host |= set(on_host)
-        by_link |= set(layers[below_host - decisions.link_layers.get(kind, 0) : below_host])
-        streamed |= set(_CHOICES[streams](on_host, decisions.streamed.get(kind, 0)))
+        others = [layer for layer in layers if layer not in host]
+        by_link |= set(others[len(others) - num_link :])
+        streamed |= set(_CHOICES[way.streams](on_host, decisions.streamed.get(kind, 0)))
     return base_policy(
         c.model,
         c.workload,
@@ -56,16 +76,32 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, streams: Streams =
         levels=_levels(c, decisions),
         prefetch_depth=max(1, decisions.slots - 1),
         state_slots=decisions.state_slots,
-        state_pace=_state_pace(c) if by_link else 1,
+        state_pace=way.pace if way.pace and by_link else _state_pace(c, len(by_link) - decisions.state_slots),
     )
 
 
-def _state_pace(c: Coefficients) -> int:
-    """How many layers the first group's forward passes while a state comes and another one leaves."""
+def _on_host(layers: list[int], num_host: int, num_link: int, hosts: Hosts) -> list[int]:
+    """Which layers of a kind the host updates."""
+    if hosts == "spread":
+        return _spread(layers, num_host)
+    if hosts == "among links":
+        # With those whose state streams they take the top; the k-th of n ends the k-th n-th part of it.
+        away = layers[len(layers) - num_host - num_link :]
+        return [away[(k + 1) * len(away) // num_host - 1] for k in range(num_host)]
+    return layers[len(layers) - num_host :]
+
+
+def _state_pace(c: Coefficients, num_later: int) -> int:
+    """How many layers the first group's forward passes while a state comes and another one leaves.
+
+    No more than bring all states that come later into this forward, evenly apart: the last ones would else come
+    together, each where its update is needed.
+    """
     forward = c.outline.groups[0] * min(costs.forward_seconds for costs in c.level_costs.values())
     load = max(c.block_costs[layers[0]].load_state.seconds for layers in c.trained_kinds.values())
-    # A pace beyond the model's depth is as good as none: every update stands where it is needed.
-    return min(max(1, math.ceil(load / c.sharing.duplex / forward)), c.model.num_layers) if forward else 1
+    if num_later <= 0 or not forward:
+        return 1
+    return max(1, min(math.ceil(load / c.sharing.duplex / forward), round(c.model.num_layers / num_later)))
 
 
 def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:

@@ -1,16 +1,10 @@
 """Models, machines and prices small enough to plan by hand or by exhaustion."""
 
-import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from random import Random
 
-from planner.coefficients import ON_HOST, Outline, allowed_levels, base_policy
-from planner.outlines import outlines
 from planner.plan import Limits
-from planner.problem import Problem
-from planner.variables import policy_decisions
 from simulator.costs import MeasuredCost, OperationCosts, operation_key, shape_hash
 from simulator.figure import Figure
 from simulator.hardware import AttentionPoint, HardwareProfile, Link, LinkPoint, LinkRates, MatmulPoint
@@ -324,7 +318,7 @@ def random_policy(random: Random, case: Case) -> Policy:
 
 
 def eager_case(seed: int, num_layers: int, *, rows: int = 1, max_kinds: int = 1) -> Case:
-    """A random problem with two save levels, so with the homes there are six joint choices a layer."""
+    """A random problem with two save levels."""
     for attempt in range(1000):
         case = random_case(Random(1000 * seed + attempt), max_layers=num_layers, max_rows=rows)
         kinds = set(case.model.kind_of_block[1:-1])
@@ -353,64 +347,3 @@ def tight_limits(random: Random, case: Case) -> Limits:
     device = sorted(f.device_peak_bytes for f in figures)[random.randint(2, 9)]
     host = sorted(f.host_peak_bytes for f in figures)[random.choice([6, 11, 11])]
     return Limits(device_memory_bytes=device, host_memory_bytes=host)
-
-
-def every_policy(case: Case) -> Iterator[Policy]:
-    """All outlines, all joint choices of all layers and edges, all prefetch depths."""
-    model, workload = case.model, case.workload
-    for outline in outlines(model, workload):
-        joint = product(allowed_levels(workload, outline), ("device", "resident", "streamed"))
-        kept = set(model.backward_layers[:: outline.checkpoint_interval])
-        for choice in product(list(joint), repeat=model.num_layers):
-            waiting = {layer for layer, (level, _) in zip(model.layers, choice, strict=True) if level in ON_HOST}
-            if waiting - kept:
-                continue
-            for embedding, head in product((False, True), repeat=2):
-                if model.tied_embeddings and embedding != head:
-                    continue
-                placed = list(zip(model.layers, choice, strict=True))
-                host = {layer for layer, (_, home) in placed if home != "device"}
-                streamed = frozenset(layer for layer, (_, home) in placed if home == "streamed")
-                for depth in range(1, max(2, len(streamed))):
-                    yield base_policy(
-                        model,
-                        workload,
-                        outline,
-                        host=frozenset(host | ({0} if embedding else set()) | ({model.head} if head else set())),
-                        streamed=streamed,
-                        levels={layer: level for layer, (level, _) in placed},
-                        prefetch_depth=depth,
-                    )
-
-
-def fastest_by_replay(case: Case, limits: Limits, policies: Iterable[Policy]) -> float:
-    """Seconds of the fastest policy within the limits, by replaying them all; infinite where none fits."""
-    best = math.inf
-    for policy in policies:
-        figures = predict(case.model, case.workload, policy, case.hardware, case.costs).figures
-        fits_device = figures.device_peak_bytes <= limits.device_memory_bytes
-        if fits_device and figures.host_peak_bytes <= limits.host_memory_bytes:
-            best = min(best, figures.step_seconds)
-    return best
-
-
-def that_could_win(case: Case, limits: Limits) -> Iterator[Policy]:
-    """Every policy but those whose relaxation alone is over a limit or slower than the fastest replayed so far.
-
-    Most promising first. `test_bounds.py` shows that a relaxation is never above its replay.
-    """
-    problem = Problem(case.model, case.workload, case.hardware, limits, case.costs)
-    formulations = {outline: problem.formulation(outline) for outline in outlines(case.model, case.workload)}
-    ranked = []
-    for number, policy in enumerate(every_policy(case)):
-        formulation = formulations[Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)]
-        values = formulation.evaluate(policy_decisions(formulation.coefficients, policy))
-        if formulation.fits(values):
-            ranked.append((formulation.step.value(values), number, policy))
-    best = math.inf
-    for bound, _, policy in sorted(ranked):
-        if bound >= best:
-            return
-        yield policy
-        if not problem.excess_bytes(problem.figures(policy)):
-            best = min(best, problem.figures(policy).step_seconds)

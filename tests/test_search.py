@@ -9,14 +9,9 @@ from random import Random
 import pytest
 from planning_cases import (
     Case,
-    eager_case,
-    every_policy,
-    fastest_by_replay,
-    joint_case,
     machine,
     random_case,
     seven_billion,
-    that_could_win,
     tight_limits,
     toy_model,
 )
@@ -57,53 +52,6 @@ def plan_7b(device_gib: float = 139.8, host_gib: float = 120, **workload: object
     )
     limits = Limits(device_memory_bytes=round(device_gib * GIB), host_memory_bytes=round(host_gib * GIB))
     return plan(seven_billion(), wanted, load_hardware("h200"), limits, with_baselines=False)
-
-
-# All policies of small problems
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_plan_is_the_fastest_of_all_policies_of_two_layers(seed: int) -> None:
-    case = eager_case(seed, 2, rows=1 + seed % 2)
-    limits = tight_limits(Random(seed), case)
-    fastest = fastest_by_replay(case, limits, every_policy(case))
-    assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4))])
-def test_plan_is_the_fastest_of_all_policies_of_three_layers_in_two_micro_batches(seed: int) -> None:
-    case = eager_case(seed, 3, rows=2, max_kinds=2)
-    limits = tight_limits(Random(seed), case)
-    fastest = fastest_by_replay(case, limits, that_could_win(case, limits))
-    assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_layers", "seed"), [(4, 0), (4, 1), (4, 2), (5, 3), (5, 11), (6, 1)])
-def test_plan_is_the_fastest_of_all_policies_of_more_layers(num_layers: int, seed: int) -> None:
-    case = eager_case(seed, num_layers)
-    limits = tight_limits(Random(seed), case)
-    fastest = fastest_by_replay(case, limits, that_could_win(case, limits))
-    assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_plan_is_the_fastest_of_all_policies_of_three_layers_with_every_choice_there_is(seed: int) -> None:
-    # Six save levels and all homes; every policy is replayed, and no bound says which need not be.
-    case = joint_case(seed, 3)
-    limits = tight_limits(Random(seed), case)
-    fastest = fastest_by_replay(case, limits, every_policy(case))
-    assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 9))
-def test_plan_is_the_fastest_that_could_win_of_three_layers_with_every_choice_there_is(seed: int) -> None:
-    case = joint_case(seed, 3)
-    limits = tight_limits(Random(seed), case)
-    fastest = fastest_by_replay(case, limits, that_could_win(case, limits))
-    assert step_seconds(planned(case, limits)) == pytest.approx(fastest, rel=1e-9)
 
 
 # What every plan keeps
