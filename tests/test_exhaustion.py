@@ -1,10 +1,11 @@
 """Plans against all policies of small problems, priced by replay: no policy that fits is faster."""
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 import pytest
-from exhaustion import EVERY_HOME, Exhaustion, Layout, fastest, within
+from exhaustion import EVERY_HOME, HOMES, Exhaustion, LayerHome, Layout, fastest, within
 from law_cases import faster
 from planning_cases import Case, eager_case, joint_case, random_policy, tight_limits
 
@@ -16,7 +17,7 @@ from simulator.predict import device_process_bytes, host_process_bytes, predict
 from simulator.program import Tier
 
 
-def check_that_no_policy_is_faster(case: Case, limits: Limits) -> None:
+def check_that_no_policy_is_faster(case: Case, limits: Limits, homes: Sequence[LayerHome] = HOMES) -> None:
     """Plan to a gap of nothing, and try all that could be faster than the plan, or that fits where none was found."""
     seconds = math.inf
     try:
@@ -30,10 +31,10 @@ def check_that_no_policy_is_faster(case: Case, limits: Limits) -> None:
         figures = predict(case.model, case.workload, found.policy, case.hardware, case.costs).figures
         assert within(figures, limits)
         seconds = figures.step_seconds
-    other = fastest(case, limits, known_seconds=seconds * (1 - 1e-9))
+    other = fastest(case, limits, known_seconds=seconds * (1 - 1e-9), homes=homes)
     assert other.policy is None, f"{other.step_seconds} s instead of {seconds} s"
     # Not because there was nothing to try.
-    assert other.num_policies > 12**case.model.num_layers
+    assert other.num_policies > (len(homes) * 3) ** case.model.num_layers
 
 
 def random_limits(seed: int, case: Case) -> Limits:
@@ -96,7 +97,8 @@ def test_no_policy_of_more_layers_is_faster(num_layers: int, seed: int) -> None:
     check_that_no_policy_is_faster(case, random_limits(seed, case))
 
 
-# Every way to keep that compiled layers know, on machines that each lack something
+# Every way to keep that compiled layers know, and weights that stream beside their state, which plans leave out: 35
+# choices a layer, on machines that each lack something
 
 
 def lacking(what: str, case: Case) -> tuple[Case, Limits]:
@@ -121,11 +123,11 @@ MACHINES = ("a fast link", "a slow link", "little device memory", "little host m
 
 @pytest.mark.parametrize("what", [*MACHINES[:2], pytest.param(MACHINES[2], marks=pytest.mark.slow), MACHINES[3]])
 def test_no_policy_of_two_layers_with_every_way_to_keep_is_faster(what: str) -> None:
-    check_that_no_policy_is_faster(*lacking(what, joint_case(3, 2)))
+    check_that_no_policy_is_faster(*lacking(what, joint_case(3, 2)), EVERY_HOME)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MACHINES)
 @pytest.mark.parametrize("seed", [3, 4, 14])
 def test_no_policy_of_three_layers_with_every_way_to_keep_is_faster(seed: int, what: str) -> None:
-    check_that_no_policy_is_faster(*lacking(what, joint_case(seed, 3)))
+    check_that_no_policy_is_faster(*lacking(what, joint_case(seed, 3)), EVERY_HOME)
