@@ -7,7 +7,7 @@ waits for the one before, from a layer's forward over its update on the host to 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -264,6 +264,21 @@ class Exhaustion:
                 continue
             least = self.least_seconds(layout)
             yield float(least[fits].min()), layout, least, fits
+
+
+def every_policy(case: Case) -> Iterator[Policy]:
+    """All policies that a plan may choose."""
+    for outline in outlines(case.model, case.workload):
+        one = Exhaustion(case, outline)
+        for layout in layouts(case):
+            for at in np.argwhere(one.allowed):
+                yield one.policy(layout, [one.keepings[index] for index in at])
+
+
+def fastest_by_replay(case: Case, limits: Limits, policies: Iterable[Policy]) -> float:
+    """Seconds of the fastest policy within the limits, by replaying them all; infinite where none fits."""
+    replayed = (predict(case.model, case.workload, policy, case.hardware, case.costs).figures for policy in policies)
+    return min((figures.step_seconds for figures in replayed if within(figures, limits)), default=math.inf)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from exhaustion import every_policy, fastest_by_replay
 from planning_cases import (
     Case,
     eager_case,
-    every_policy,
-    fastest_by_replay,
     machine,
     seven_billion,
     tight_limits,

@@ -4,7 +4,8 @@ import re
 from random import Random
 
 import pytest
-from planning_cases import Case, eager_case, every_policy, machine, tight_limits, toy_model
+from exhaustion import every_policy
+from planning_cases import Case, eager_case, machine, tight_limits, toy_model
 
 from planner.plan import Limits, Plan
 from planner.search import plan
