@@ -31,8 +31,8 @@ from planner.variables import Decisions, policy_decisions
 from simulator.policy import Policy
 from simulator.predict import StepFigures
 
-# Operations of all replays that only improve on what was found: a second or two on one core.
-IMPROVEMENT_OPERATIONS = 12_000
+# Operations of all replays that only improve on what was found: about a second on one core.
+IMPROVEMENT_OPERATIONS = 8_000
 # Without a solver every outline costs a walk, so only the likeliest are tried.
 GREEDY_OUTLINES = 16
 MAX_TIGHTENINGS = 3
@@ -87,20 +87,25 @@ class Search:
     # The best way to lay out decisions that stream weights or not, and states or not.
     ways: dict[tuple[bool, bool], Way] = field(default_factory=dict)
     spent: int = 0
-    wide: bool = False  # states may stream and layer inputs wait on the host
+    states: bool = False  # they may stream
+    inputs: bool = False  # layer inputs may wait on the host
 
     def run(self) -> Found | None:
         """The best replayed policy, or None where none fits."""
         self.counts = dict.fromkeys(("outlines", "solves", "time limits", "tightened", "replays"), 0)
         self.counts["outlines"] = len(self.outlines)
         before = self.problem.num_replays
-        # First without states that stream and inputs that wait on the host: their many near ties would use up the
-        # replays that improve, and what is found without them is a step to beat.
+        # First without states that stream and inputs that wait on the host, then without such inputs: their many near
+        # ties would use up the replays that improve, and what is found without them is a step to beat.
         self._open()
         self._branch()
         self._swap()
         if self.restrict is not Formulation.keep_on_device:  # which allows neither
-            self._widen()
+            self.states = True
+            self._reopen()
+            self._branch()
+            self.inputs = True
+            self._reopen()
             self._branch()
             if self.best is None and self.restrict is None:
                 self._rescue()
@@ -141,10 +146,9 @@ class Search:
             if outline not in opened.values():
                 self._push(Entry(outline, self.bounds[outline]))
 
-    def _widen(self) -> None:
-        """All outlines once more, with states that may stream and inputs that may wait on the host; and the neighbours
-        of what was best without."""
-        self.wide, self.spent, self.queue = True, 0, []
+    def _reopen(self) -> None:
+        """All outlines once more, with more choices; and the neighbours of what was best without."""
+        self.spent, self.queue = 0, []
         self.queued.clear()
         self.tightened.clear()
         self.short.clear()
@@ -200,8 +204,10 @@ class Search:
         formulation = self.problem.formulation(outline, budget)
         if self.restrict is not None:
             self.restrict(formulation)
-        if not self.wide:
-            formulation.keep_states_and_inputs()
+        if not self.states:
+            formulation.keep_states()
+        if not self.inputs:
+            formulation.keep_inputs()
         return formulation
 
     def _decide(self, outline: Outline, formulation: Formulation, *, keep_bound: bool) -> Decisions | None:
@@ -275,7 +281,8 @@ class Search:
         formulation = self._formulation(outline, self.problem.budget)
         slack = max(0.0, seconds - formulation.step.value(formulation.evaluate(decisions)))
         small = self.problem.model.num_layers <= SMALL_MODEL_LAYERS
-        moves = list(neighbours(formulation.coefficients, decisions))
+        strides = (1,) if small else (1, max(2, self.problem.model.num_layers // 8))
+        moves = list(neighbours(formulation.coefficients, decisions, strides=strides))
         if small:
             # Few enough for two moves at once: one often has to make room for the other.
             moves += [second for first in moves for second in neighbours(formulation.coefficients, first)]

@@ -47,10 +47,14 @@ class Formulation:
         self.mip.at_most("everything on the device", away, 0.0)
         self.limits.append(self.mip.rows[-1])
 
-    def keep_states_and_inputs(self) -> None:
-        """Allow no state to stream and no layer input to wait on the host."""
-        v = self.variables
-        self.mip.at_most("no state streams and every input stays", total([v.num_link, v.num_waiting]), 0.0)
+    def keep_states(self) -> None:
+        """Allow no state to stream."""
+        self.mip.at_most("no state streams", self.variables.num_link, 0.0)
+        self.limits.append(self.mip.rows[-1])
+
+    def keep_inputs(self) -> None:
+        """Allow no layer input to wait on the host."""
+        self.mip.at_most("every input stays", self.variables.num_waiting, 0.0)
         self.limits.append(self.mip.rows[-1])
 
     def fits(self, values: Mapping[str, float]) -> bool:
