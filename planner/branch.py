@@ -35,6 +35,7 @@ from simulator.predict import StepFigures
 IMPROVEMENT_OPERATIONS = 8_000
 # Without a solver every outline costs a walk, so only the likeliest are tried.
 GREEDY_OUTLINES = 16
+LIKELY_OUTLINES = 32
 MAX_TIGHTENINGS = 3
 SMALL_MODEL_LAYERS = 6
 
@@ -101,11 +102,13 @@ class Search:
         self._branch()
         self._swap()
         if self.restrict is not Formulation.keep_on_device:  # which allows neither
+            # What states alone may gain is found in likely outlines; the bound is that of all choices together.
+            by_bound = sorted(self.outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
             self.states = True
-            self._reopen()
+            self._reopen(by_bound[:LIKELY_OUTLINES])
             self._branch()
             self.inputs = True
-            self._reopen()
+            self._reopen(self.outlines)
             self._branch()
             if self.best is None and self.restrict is None:
                 self._rescue()
@@ -146,15 +149,14 @@ class Search:
             if outline not in opened.values():
                 self._push(Entry(outline, self.bounds[outline]))
 
-    def _reopen(self) -> None:
-        """All outlines once more, with more choices; and the neighbours of what was best without."""
+    def _reopen(self, candidates: list[Outline]) -> None:
+        """Outlines once more, with more choices; and the neighbours of what was best without."""
         self.spent, self.queue = 0, []
         self.queued.clear()
         self.tightened.clear()
         self.short.clear()
         for outline in self.outlines:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
-        candidates = self.outlines
         if not self.solver:  # every outline costs a walk: the neighbours have to do
             candidates = self._promising() if self.best is None else []
         for outline in sorted(candidates, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o)):
@@ -250,6 +252,8 @@ class Search:
 
         def replay(among: Sequence[Way]) -> None:
             for policy, how in policies(coefficients, decisions, among).items():
+                if tried and self.best is not None and self.spent >= self.improvement_operations:
+                    return
                 over = self._try(policy)
                 tried.append((sum(over.values()), self.problem.figures(policy).step_seconds, how, over, policy))
 

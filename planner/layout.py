@@ -97,9 +97,11 @@ def _state_pace(c: Coefficients, num_later: int) -> int:
     No more than bring all states that come later into this forward, evenly apart: the last ones would else come
     together, each where its update is needed.
     """
+    if num_later <= 0:
+        return 1
     forward = c.outline.groups[0] * min(costs.forward_seconds for costs in c.level_costs.values())
     load = max(c.block_costs[layers[0]].load_state.seconds for layers in c.trained_kinds.values())
-    if num_later <= 0 or not forward:
+    if not forward:
         return 1
     return max(1, min(math.ceil(load / c.sharing.duplex / forward), round(c.model.num_layers / num_later)))
 
