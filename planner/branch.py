@@ -248,7 +248,8 @@ class Search:
         Where alike decisions of another outline have been replayed in all ways, their best way comes first, and the
         others only where that one is the best so far.
         """
-        coefficients, tried = self.problem.coefficients(outline), []
+        coefficients = self.problem.coefficients(outline)
+        tried: list[tuple[int, float, Way, dict[str, int], Policy]] = []
 
         def replay(among: Sequence[Way]) -> None:
             for policy, how in policies(coefficients, decisions, among).items():
