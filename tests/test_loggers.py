@@ -148,7 +148,7 @@ def test_a_logger_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path) -> N
         result = StepResult(step, 2.0 - step, 1.0, 1.0, num_targets=7, num_tokens=6, reported=0.5 * step)
         log.step(
             result, steps_applied=step, seconds=0.5, data_wait_seconds=0.1, device_peak_bytes=None, host_peak_bytes=3,
-            lost_seconds={"waiting for data": 0.1 * step},
+            allocator_retries=None, lost_seconds={"waiting for data": 0.1 * step},
         )  # fmt: skip
     log.evaluation(3, Evaluation(1.25, 70), seconds=0.5, improved=True)
     assert [line.split()[0] for line in said] == ["FailingLogger", "step", "step", "step", "evaluation"]
@@ -159,7 +159,7 @@ def test_a_logger_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path) -> N
     assert [row["lost_seconds"]["waiting for data"] for row in rows] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     wanted = {
         "step", "epoch", "tokens", "loss", "lr", "grad_norm", "seconds", "tokens_per_second", "tflops",
-        "device_peak_bytes", "host_peak_bytes", "data_wait_seconds", "lost_seconds",
+        "device_peak_bytes", "host_peak_bytes", "allocator_retries", "data_wait_seconds", "lost_seconds",
     }  # fmt: skip
     assert wanted <= rows[0].keys()
     for row in rows:
