@@ -23,6 +23,7 @@ from executor.store import BlockState, tensor_view
 from simulator.errors import ConveyorError, InputError
 from simulator.families import FAMILIES
 from simulator.formats import PRECISIONS, Precision
+from simulator.json_text import parse_json
 from simulator.model import ModelSpec, TensorSpec, transformers_config
 from simulator.predict import transit_bytes
 from simulator.units import MIB
@@ -190,7 +191,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             )
         raise InputError(f"{folder}: has no weights, neither {WEIGHTS_NAME} nor {INDEX_NAME}")
     try:
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
         assert isinstance(weight_map, dict)
         assert all(isinstance(name, str) for name in weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:

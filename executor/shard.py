@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from simulator.errors import InputError
+from simulator.json_text import parse_json
 
 PIECE_BYTES = 8 * 2**20
 
@@ -61,7 +62,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header_bytes = int.from_bytes(first, "little")
             if len(first) < 8 or header_bytes > min(_MAX_HEADER_BYTES, size - 8):
                 raise InputError(f"{path}: is not a safetensors file, or is cut off in its header ({size} bytes)")
-            header = json.loads(file.read(header_bytes))
+            header = parse_json(file.read(header_bytes))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except RecursionError as error:

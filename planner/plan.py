@@ -26,7 +26,7 @@ PLAN_VERSION = 1
 def _stored_version(path: Path | str) -> object:
     """What a JSON file says is its version, or None: plans of other versions have other keys, which would be blamed."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None  # whoever reads the whole file says what is wrong with it
     return content.get("version") if isinstance(content, dict) else None

@@ -4,7 +4,6 @@ A block is the unit that streams: block 0 is the input embedding, blocks 1..L ar
 the head (final norm and, unless tied, the output projection).
 """
 
-import json
 import math
 import textwrap
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ import pydantic
 from simulator.errors import InputError, UnsupportedChoice
 from simulator.families import FAMILIES, Family, require_plain, require_supported, variant_of, window_of
 from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
+from simulator.json_text import RepeatedKey, parse_json
 from simulator.model_config import require_known_functions, require_possible
 from simulator.nearest import did_you_mean, nearest_path
 from simulator.schema import Schema
@@ -184,12 +184,14 @@ def read_model_config(path: Path | str) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); --model takes a Hugging Face folder or its config.json"
             f"{did_you_mean(nearest_path(path))}"
         ) from error
+    except RepeatedKey as error:
+        raise InputError(f"{path}: {error}; keep one of them") from error
     except (ValueError, RecursionError) as error:
         if "BOM" in str(error):
             raise InputError(

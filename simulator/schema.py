@@ -9,6 +9,7 @@ import pydantic
 
 from simulator.errors import InputError
 from simulator.files import write_whole
+from simulator.json_text import RepeatedKey, parse_json
 from simulator.nearest import did_you_mean, nearest_path
 
 
@@ -30,9 +31,13 @@ class Schema(pydantic.BaseModel):
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: is not UTF-8 text") from error
         try:
-            return cls.model_validate_json(text)
+            found = cls.model_validate_json(text)
+            parse_json(text)
+        except RepeatedKey as error:
+            raise InputError(f"{path}: {error}; keep one of them") from error
         except pydantic.ValidationError as error:
             raise InputError(f"{path}: {describe(error, most=3)}") from error
+        return found
 
     def save(self, path: Path | str) -> None:
         """Write indented JSON, ending in a newline: whole, or what was there stays."""

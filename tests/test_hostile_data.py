@@ -143,3 +143,13 @@ def test_what_a_library_says_in_lines_is_one_sentence(tmp_path):
             said.append(str(error))
     assert said
     assert not any("\n" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_row_with_a_key_twice_is_counted_where_mistakes_are_and_the_next_rows_read_on(tmp_path, name):
+    path = written_rows(tmp_path, ROW, '{"text": "b", "more": {"x": 1, "x": {"y": [2]}}}', ROW, name=name)
+    with pytest.raises(InputError, match=rf"{name}:2: the key 'x' stands twice in one object"):
+        corpus_of(path)
+    corpus = corpus_of(path, skip_invalid=True)
+    assert skipped(corpus) == {"invalid row": 1}
+    assert len(all_shown(corpus)) == 2

@@ -55,6 +55,41 @@ def test_a_byte_order_mark_before_json_makes_no_difference(tmp_path):
     assert load_hardware(str(tmp_path / "mine.json")) == profile
 
 
+def test_a_plan_of_another_version_is_told_so_behind_a_byte_order_mark_too(given, tmp_path, complaint):
+    old = json.loads((given / "plan.json").read_text()) | {"version": 0}
+    (tmp_path / "plan.json").write_text(json.dumps(old), encoding="utf-8-sig")
+    assert "has plan version 0, this version reads 1" in complaint("simulate", tmp_path / "plan.json")
+
+
+def twice(text: str, key: str) -> str:
+    """A JSON text in which `key`, which stands once, stands twice."""
+    assert text.count(f'"{key}"') == 1
+    return text.replace(f'"{key}"', f'"{key}": 5, "{key}"')
+
+
+def test_a_key_that_stands_twice_is_refused_in_every_file_of_settings(given, tmp_path, complaint):
+    told = "the key {!r} stands twice"
+    plan = tmp_path / "plan.json"
+    plan.write_text(twice((given / "plan.json").read_text(), "plan_hash"))
+    assert f"{plan}: {told.format('plan_hash')}" in complaint("simulate", plan)
+    profile = tmp_path / "mine.json"
+    profile.write_text(twice(load_hardware("h200").model_dump_json(), "context_bytes"))
+    assert f"{profile}: {told.format('context_bytes')}" in complaint(
+        "simulate", given / "plan.json", "--hardware", profile
+    )
+    for name, key in (("config.json", "hidden_size"), ("model.safetensors.index.json", "lm_head.weight")):
+        folder = tmp_path / name
+        shutil.copytree(given / "model", folder)
+        shard = folder / "model.safetensors"
+        index = {"metadata": {}, "weight_map": dict.fromkeys(read_header(shard), "shard.safetensors")}
+        shard.rename(folder / "shard.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / name).write_text(twice((folder / name).read_text(), key))
+        err = complaint(*training(given, tmp_path / "run", f"model={folder}"))
+        assert f"{folder / name}: " in err
+        assert told.format(key) in err
+
+
 def test_host_memory_that_is_not_there_is_a_sentence(given, tmp_path, complaint, monkeypatch):
     def full(*args: object, **kwargs: object) -> None:
         raise MemoryError("Unable to allocate 8.00 GiB")
@@ -130,6 +165,17 @@ def test_a_decay_of_more_than_the_weight_is_refused(given, tmp_path, complaint):
         ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "a.json:2:1: is not JSON (more follows the end of the array"),
         ("a.json", '[{"text": "a"},]', "a.json:1:16: is not JSON"),
         ("a.json", '[{"text": "a"},', "the array has no end"),
+        (
+            "a.json",
+            '[{"text": "a"},\n{"text": "b", "text": "c"}]',
+            "a.json:2: the key 'text' stands twice",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b", "text": "c"}',
+            "a.jsonl:2: the key 'text' stands twice",
+        ),
+        ("a.csv", 'messages\n"[{""role"": 1, ""role"": 2}]"', "a.csv:2: the key 'role' stands twice in one object"),
         ("a.jsonl", '{"instruction": "a", "output": "b", "history": 5}', "a.jsonl:1: 'history' is int"),
         ("a.jsonl", '{"instruction": "a", "output": "b", "history": true}', "a.jsonl:1: 'history' is bool"),
         ("a.jsonl", '{"input_ids": [[1, 2], [3]]}', "a.jsonl:1: 'input_ids' is not a list of whole numbers"),

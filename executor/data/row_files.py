@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from simulator.errors import InputError
+from simulator.json_text import RepeatedKey, object_of, parse_json
 
 _CHUNK_CHARACTERS = 2**20
 _SPACE = re.compile(r"[ \t\n\r]+")
@@ -96,7 +97,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 
 def _json_line(number: int, raw: bytes) -> Record:
     try:
-        return Record(number, json.loads(raw.decode("utf-8").rstrip()))
+        return Record(number, parse_json(raw.decode("utf-8").rstrip()))
     except UnicodeDecodeError as error:
         return Record(number, mistake=f":{error.start + 1}: is not UTF-8 text")
     except json.JSONDecodeError as error:
@@ -105,6 +106,8 @@ def _json_line(number: int, raw: bytes) -> Record:
         return Record(number, mistake=f":{error.colno}: is not JSON ({error.msg}){cut_off}")
     except RecursionError:
         return Record(number, mistake=": its JSON is nested too deeply")
+    except RepeatedKey as error:
+        return Record(number, mistake=f": {error}")
     except ValueError as error:  # a number of more digits than Python reads
         return Record(number, mistake=f": is not JSON that can be read ({_first_clause(error)})")
 
@@ -150,7 +153,8 @@ class _JsonText:
         self._path, self._file = path, file
         self._text, self._at, self._ended = "", 0, False
         self._line, self._column = 1, 1
-        self._decoder = json.JSONDecoder()
+        self._repeated = ""  # what is wrong with the value that is being read, and does not hide its end
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def peek(self) -> str:
         """The next character that is no white space; empty at the end."""
@@ -168,6 +172,7 @@ class _JsonText:
         """The value that begins here. Raises InputError with its place."""
         line = self._line
         while True:
+            self._repeated = ""
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
@@ -182,8 +187,15 @@ class _JsonText:
             else:
                 if end < len(self._text) or self._ended:  # a number may go on in the next chunk
                     self._advance(end - self._at)
-                    return Record(line, value)
+                    return Record(line, value, self._repeated and f": {self._repeated}")
             self._read_more()
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        try:
+            return object_of(pairs)
+        except RepeatedKey as error:
+            self._repeated = str(error)
+            return dict(pairs)
 
     def wrong(self, reason: str) -> InputError:
         rest = self._text[self._at :].strip()

@@ -4,7 +4,6 @@ Kinds are recognised in the order of `KINDS`: a row that has a column of a kind'
 refused with the column that is missing. `columns` gives columns of other names ours.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from executor.data.conversation import RowText, conversation_text, read_turns
 from executor.data.row_files import Unreadable
 from executor.tokenizer import BoolArray, TokenArray, Tokenizer
 from simulator.errors import InputError
+from simulator.json_text import RepeatedKey, parse_json
 from simulator.nearest import did_you_mean, nearest_name
 
 
@@ -210,7 +210,9 @@ def _nested(value: Any) -> Any:
     """A list; CSV can only hold it as JSON in a cell."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            return json.loads(value)
+            return parse_json(value)
+        except RepeatedKey:
+            raise
         except (ValueError, RecursionError):
             return value
     return value
