@@ -1,7 +1,7 @@
 """The front door: `conveyor COMMAND ...`.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted (143: by SIGTERM). Until a command runs, only
-the standard library is imported, so that --help is instant and works where torch does not.
+Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted (143: by SIGTERM, 129: by SIGHUP). Until a
+command runs, only the standard library is imported, so that --help is instant and works where torch does not.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 from analysis import commands
 from analysis.interrupts import EXIT_CODE as INTERRUPTED
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="conveyor",
         description="Train language models larger than the GPU: plan a run, train it, plot predicted against measured.",
-        epilog="Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted (143: by SIGTERM).",
+        epilog="Exit codes: 0 done, 1 failed while running, 2 wrong input, 130 interrupted (SIGTERM 143, SIGHUP 129).",
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -55,15 +56,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
+    _open_missing_streams()
     if shadowed := shadowed_packages():
         _complain("\n".join(shadowed))
         return 2
     from simulator.errors import ConveyorError
 
     for stream in (sys.stdout, sys.stderr):
-        # A sample may hold characters that the terminal's encoding lacks: no reason to end a run.
+        # A sample may hold characters that the terminal's encoding lacks: no reason to end a run. Files and pipes get
+        # lines at once, as terminals do: a process that the kernel kills leaves them.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     # Read when torch is imported. Threads that spin at a barrier make a busy machine ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Reserved bytes then follow allocated ones: a plan may fill the device.
@@ -78,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return error.exit_code
     except BrokenPipeError:  # whoever read the output has enough, as in `conveyor plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         _complain("standard output was closed before all was written")
         return 1
     except KeyboardInterrupt:
@@ -93,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+    finally:
+        _let_go_of_closed_streams()
 
 
 def _refused_by_the_system(error: OSError) -> int:
@@ -106,8 +110,32 @@ def _refused_by_the_system(error: OSError) -> int:
 
 
 def _complain(message: str) -> None:
-    for line in message.splitlines():
-        print(f"conveyor: error: {line}", file=sys.stderr)
+    with suppress(OSError):  # of a terminal that is gone: the exit code tells as much as can be told
+        for line in message.splitlines():
+            print(f"conveyor: error: {line}", file=sys.stderr)
+
+
+def _open_missing_streams() -> None:
+    """A program may be started without them (`>&-`). The next file would then take their place, and what libraries
+    print, their place in that file.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process runs
+
+
+def _let_go_of_closed_streams() -> None:
+    """Python flushes at exit, and would complain of what nobody takes with an exit code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 Say = Callable[[str], None]
@@ -29,13 +29,18 @@ def step_progress(say: Say, *, num_steps: int, steps_done: int) -> Iterator[Prog
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Bar(*columns, console=Console(), transient=True) as bar:
-        task = bar.add_task("training", total=num_steps, completed=steps_done)
+    bar = Bar(*columns, console=Console(), transient=True)
+    task = bar.add_task("training", total=num_steps, completed=steps_done)
 
-        def print_above(line: str) -> None:
-            bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def print_above(line: str) -> None:
+        bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        def show(step: int, text: str) -> None:
-            bar.update(task, completed=step, description=text)
+    def show(step: int, text: str) -> None:
+        bar.update(task, completed=step, description=text)
 
+    bar.start()
+    try:
         yield Progress(print_above, show)
+    finally:
+        with suppress(OSError):  # of a terminal that is gone: what ended the run is what must be told
+            bar.stop()

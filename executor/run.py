@@ -46,7 +46,7 @@ MOST_LOST_STEPS = 20
 
 
 class Interrupted(ConveyorError):
-    """The user, or the system, stopped the run; what was done until then is saved. 130, or 143 after a SIGTERM."""
+    """The user, or the system, stopped the run; what was done until then is saved. 130, or as `StopRequest` says."""
 
     def __init__(self, message: str, *, exit_code: int = 130) -> None:
         super().__init__(message)
@@ -180,7 +180,7 @@ class Run:
             step_progress(self.say, num_steps=self.num_steps, steps_done=first) as progress,
             stop_requests() as stop,
         ):
-            self.log = self._step_log(progress.say)
+            self.log = self._step_log(stop.heard(progress.say))
             clock = time.perf_counter()
 
             def finished(result: StepResult | None) -> None:
@@ -237,7 +237,8 @@ class Run:
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
                 raise Interrupted(
-                    f"stopped after {trainer.steps_done} of {self.num_steps} steps{where}", exit_code=stop.exit_code
+                    f"{stop.console_failure}stopped after {trainer.steps_done} of {self.num_steps} steps{where}",
+                    exit_code=stop.exit_code,
                 )
             if stopped_early:
                 self.say(
