@@ -69,7 +69,7 @@ class Corpus:
             num_truncated=documents.num_truncated,
             num_split=documents.num_split,
             longest_tokens=int(lengths[longest]),
-            longest_at=self._place(longest),
+            longest_at=self.place(longest),
             num_untrained_turns=self.read.num_untrained_turns,
             packed=self.choices.packing,
             packing_saves=0.0 if self.choices.packing else packing_saves(documents.sizes, self.sequence_length),
@@ -100,10 +100,11 @@ class Corpus:
             (f"longer than a row of {self.sequence_length} tokens", self.documents.too_long),
         ):
             if len(samples):
-                counts[reason], firsts[reason] = len(samples), self._place(int(samples[0]))
+                counts[reason], firsts[reason] = len(samples), self.place(int(samples[0]))
         return counts, firsts
 
-    def _place(self, sample: int) -> str:
+    def place(self, sample: int) -> str:
+        """File and line of a sample, as the user finds it."""
         file, line, _ = self.samples.origins[sample]
         return self.source.place(int(file), int(line))
 

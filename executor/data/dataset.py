@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from executor.data.corpus import Corpus, DataChoices, read_corpus
+from executor.data.overlap import also_trained
 from executor.data.report import DataReport
 from executor.data.rows import MASKED_LABEL, Rows, SyntheticRows, sample_rows
 from executor.tokenizer import BoolArray, ByteTokenizer, FolderTokenizer
@@ -162,19 +163,28 @@ def open_datasets(
     if eval_source is not None:
         other = read(eval_source, "eval_data")
         _require_apart(corpus, other)
-        evaluated = _dataset(other, np.ones(len(other.documents), np.bool_), rows_per_step, seed, shuffle=False)
-        return _dataset(corpus, every, rows_per_step, seed, shuffle=True), evaluated
+        whole = np.ones(len(other.documents), np.bool_)
+        trained = _dataset(corpus, every, rows_per_step, seed, shuffle=True, evaluated=(other, whole))
+        return trained, _dataset(other, whole, rows_per_step, seed, shuffle=False)
     if eval_fraction is None:
         return _dataset(corpus, every, rows_per_step, seed, shuffle=True), None
     held_out = _held_out(corpus, eval_fraction)
     return (
-        _dataset(corpus, ~held_out, rows_per_step, seed, shuffle=True),
+        _dataset(corpus, ~held_out, rows_per_step, seed, shuffle=True, evaluated=(corpus, held_out)),
         _dataset(corpus, held_out, rows_per_step, seed, shuffle=False),
     )
 
 
-def _dataset(corpus: Corpus, mask: BoolArray, rows_per_step: int, seed: int, *, shuffle: bool) -> Dataset:
-    """The documents of a corpus that the mask marks, as batches."""
+def _dataset(
+    corpus: Corpus,
+    mask: BoolArray,
+    rows_per_step: int,
+    seed: int,
+    *,
+    shuffle: bool,
+    evaluated: tuple[Corpus, BoolArray] | None = None,
+) -> Dataset:
+    """The documents of a corpus that the mask marks, as batches. Its report counts those that are `evaluated` too."""
     choices, tokenizer = corpus.choices, corpus.tokenizer
     documents = corpus.documents.chosen(mask)
     rows = sample_rows(
@@ -184,6 +194,12 @@ def _dataset(corpus: Corpus, mask: BoolArray, rows_per_step: int, seed: int, *, 
     content["packing"] = choices.packing
     content["held_out"] = int((~mask).sum())
     report = corpus.report(documents, num_rows=rows.num_rows, num_held_out=int((~mask).sum()))
+    if evaluated is not None:
+        other, others = evaluated[0], evaluated[0].documents.chosen(evaluated[1])
+        common = np.flatnonzero(also_trained(others, other.samples, documents, corpus.samples))
+        if len(common):
+            first = other.place(int(others.samples[common[0]]))
+            report = report.model_copy(update={"num_also_trained": len(common), "first_also_trained": first})
     return Dataset(
         rows, corpus.sequence_length, rows_per_step, seed, shuffle, tokenizer.pad_id, report, tokenizer, content
     )

@@ -77,6 +77,8 @@ class DataReport(Schema):
     packed: bool
     packing_saves: float = 0.0  # about which part of the rows packing would save, where it was not asked for
     num_held_out: int = 0  # samples, or parts of them, that the other data set has
+    num_also_trained: int = 0  # of the other data set's, token for token
+    first_also_trained: str = ""
     num_rows: int  # rows of a sequence length, as trained
     num_tokens: int  # without padding
     num_targets: int
@@ -96,6 +98,11 @@ class DataReport(Schema):
         ]
         if self.num_held_out:
             lines.append(f"data: {self.num_held_out:,} samples are held out")
+        if self.num_also_trained:
+            lines.append(
+                f"warning: {self.num_also_trained:,} of the documents to evaluate on are trained on too, "
+                f"token for token (first: {self.first_also_trained}); they make the evaluation's loss too good"
+            )
         lines += [f"warning: left out: {what}" for what in self.left_out]
         for reason, count in self.skipped.items():
             lines.append(f"warning: {count} skipped: {reason} (first: {self.first_skipped[reason]})")
