@@ -344,15 +344,24 @@ def _with_stand_ins(values: Mapping[str, Any], wrong: set[str]) -> dict[str, Any
 
 def _unknown(key: str, value: Any) -> tuple[str, list[str]]:
     """What to say of an unknown key, and the known keys that it was probably meant for."""
-    known = TrainConfig.model_fields
-    if key in FOREIGN_NAMES:
-        here = FOREIGN_NAMES[key]
-        return f"unknown key '{key}'; here it is {here}", [name for name in known if here.startswith(name)]
-    if isinstance(value, dict) and (inside := [name for name in value if name in known]):
+    known, last = TrainConfig.model_fields, key.rpartition(".")[2]
+    if isinstance(value, dict) and key not in FOREIGN_NAMES:
+        inside = [name for name in value if name in known]
+        foreign = [name for name in value if name in FOREIGN_NAMES]
         verb = "stands" if len(inside) == 1 else "stand"
-        return f"unknown section '{key}'; {' and '.join(inside)} {verb} at the top level", inside
-    last = key.rpartition(".")[2]
+        told = [f"{' and '.join(inside)} {verb} at the top level"] * bool(inside)
+        told += [f"{name}: here it is {FOREIGN_NAMES[name]}" for name in foreign]
+        if told:
+            return f"unknown section '{key}'; {'; '.join(told)}", [*inside, *(n for f in foreign for n in _ours(f))]
     if last != key and last in known:
         return f"unknown key '{key}'; '{last}' stands at the top level", [last]
+    for name in (key, last):
+        if name in FOREIGN_NAMES:
+            return f"unknown key '{key}'; here it is {FOREIGN_NAMES[name]}", _ours(name)
     nearest = nearest_name(key, known)
     return f"unknown key '{key}'{did_you_mean(nearest)}", [nearest] if nearest else []
+
+
+def _ours(foreign: str) -> list[str]:
+    """The keys that another trainer's name stands for."""
+    return [name for name in TrainConfig.model_fields if FOREIGN_NAMES[foreign].startswith(name)]

@@ -65,6 +65,11 @@ FOREIGN_NAMES: dict[str, str] = {
         "freeze, which names what is not trained, as in freeze: [model.embed_tokens.*, model.layers.0.*]",
     ),
     **dict.fromkeys(("frozen", "frozen_parameters", "freeze_layers"), "freeze, as in freeze: [model.layers.0.*]"),
+    **dict.fromkeys(
+        ("lora", "lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "lora_target_modules", "use_lora",
+         "peft_config", "use_peft", "adapter", "finetuning_type"),
+        "freeze, which leaves parameters out of training: there are no adapters",
+    ),
     # How long
     **dict.fromkeys(("num_train_epochs", "epochs", "epoch"), "num_epochs"),
     **dict.fromkeys(
@@ -98,6 +103,13 @@ FOREIGN_NAMES: dict[str, str] = {
     **dict.fromkeys(
         ("bf16", "fp16", "tf32", "dtype", "torch_dtype", "mixed_precision", "pure_bf16"), "precision: bf16 or fp32"
     ),
+    **dict.fromkeys(
+        ("attn_implementation", "flash_attn", "flash_attention", "use_flash_attention_2"),
+        "precision: it and the device decide which kernel attends",
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_bit"), "precision: quantized weights are not trained"
+    ),
     **dict.fromkeys(("torch_compile", "compile", "compile_model"), "compiled"),
     **dict.fromkeys(("max_memory", "gpu_memory_limit"), "device_memory, as in device_memory: 24GiB"),
     **dict.fromkeys(
@@ -116,6 +128,7 @@ FOREIGN_NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"), _PLANNED),
     # Data
+    **dict.fromkeys(("template", "chat_template"), "model, whose tokenizer brings its chat template"),
     **dict.fromkeys(("sample_packing", "pack_sequences", "pack", "packed"), "packing"),
     **dict.fromkeys(("train_on_inputs", "train_on_input", "mask_prompt"), "train_on_prompt (false masks prompts)"),
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "train_on_prompt (false masks prompts)"),

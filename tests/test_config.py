@@ -157,6 +157,11 @@ def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path: Path) -> None:
         ("optimizer: {epsilon: 1e-6, weight_decay: 0}", "epsilon and weight_decay stand at the top level"),
         ("train.seed: 3", "'seed' stands at the top level"),
         ("on: 1", "unknown key 'on'"),
+        ("optimizer.lr: 1", "'optimizer.lr'; here it is learning_rate"),
+        (
+            "optimizer: {lr: 1, epsilon: 1}",
+            "epsilon stands at the top level; lr: here it is learning_rate",
+        ),
     ],
 )
 def test_an_unknown_key_is_refused_with_its_name_here(tmp_path: Path, line: str, answer: str) -> None:
@@ -178,7 +183,8 @@ def test_names_of_other_tools_are_no_names_of_ours_and_lead_to_ours() -> None:
         "eval_steps num_train_epochs lr_scheduler_type lr_scheduler_kwargs logging_steps save_strategy save_steps "
         "save_total_limit bf16 optim report_to run_name resume_from_checkpoint gradient_checkpointing max_length "
         "adam_beta1 adam_epsilon torch_compile deepspeed fsdp dataloader_num_workers data_seed auto_find_batch_size",
-        "LLaMA-Factory": "model_name_or_path dataset cutoff_len val_size eval_dataset freeze_trainable_layers",
+        "LLaMA-Factory": "model_name_or_path dataset cutoff_len val_size eval_dataset freeze_trainable_layers template "
+        "finetuning_type lora_rank lora_target flash_attn quantization_bit",
         "axolotl": "base_model datasets sequence_len val_set_size test_datasets lr_scheduler cosine_min_lr_ratio "
         "saves_per_epoch evals_per_epoch early_stopping_patience wandb_project unfrozen_parameters",
         "torchtune": "epochs max_steps_per_epoch batch_size clip_grad_norm enable_activation_checkpointing "
