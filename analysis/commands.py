@@ -195,9 +195,10 @@ def train(arguments: argparse.Namespace) -> int:
         if value is not None
     }
     config = load_config(arguments.config, arguments.overrides, settings=settings)
-    for key in ("model", "data", "eval_data", "output", "plan", "hardware", "costs", "cache", "resume"):
+    for key in ("output", "cache", "resume"):
         if getattr(config, key) is not None:
             require_nameable(getattr(config, key), what=key)
+    require_named_files(config)
     given = Plan.load(config.plan) if config.plan else None
     path = config.model or (given.inputs.model.path if given is not None else None)
     if not path:
@@ -212,9 +213,7 @@ def train(arguments: argparse.Namespace) -> int:
     say = _comment if arguments.dry_run else print
     if given is None and (given := earlier_plan(config, model, say=say)) is not None:
         config, model = settled(config, given), given.model
-    if given is None:
-        require_named_files(config)
-    elif not arguments.dry_run:
+    if given is not None and not arguments.dry_run:
         require_possible(given, model)
     if arguments.dry_run:
         inputs = RunInputs(config, model, say=lambda line: None)

@@ -1,9 +1,13 @@
 """The plan of a run that names none: that of the run it goes on with, else a new one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from executor.config import TrainConfig, load_config
+from executor.config import SYNTHETIC_DATA, TrainConfig, load_config
+from executor.data.hub import PREFIX
+from executor.data.source import named_path
+from executor.folder import require_nameable
 from executor.launch import require_possible, settled
 from executor.run_directory import CONFIG, PLAN
 from planner.plan import Limits, Plan
@@ -12,9 +16,18 @@ from simulator.costs import OperationCosts
 from simulator.errors import InputError
 from simulator.hardware import HardwareProfile, load_hardware
 from simulator.hardware_check import CAPACITY_TOLERANCE
-from simulator.model import ModelSpec
+from simulator.model import ModelSpec, read_model_config
 from simulator.probe import current_device, current_host, probe
 
+# What finds that a name leads nowhere; what else is wrong with data is found when they are read.
+_READ_BY: dict[str, Callable[[str], object]] = {
+    "plan": Plan.load,
+    "model": read_model_config,
+    "data": partial(named_path, what="data"),
+    "eval_data": partial(named_path, what="eval_data"),
+    "hardware": load_hardware,
+    "costs": OperationCosts.load,
+}
 PROFILE = "hardware.json"  # of this machine, in the run directory
 # What a plan depends on beside the step, which the plan itself tells.
 _PLANNED_FOR = ("hardware", "costs", "device_memory", "host_memory", "nvme_memory")
@@ -44,11 +57,23 @@ def earlier_plan(config: TrainConfig, model: ModelSpec, *, say: Callable[[str], 
 
 
 def require_named_files(config: TrainConfig) -> None:
-    """Raise InputError for a profile or for costs that cannot be read, before long work on other inputs."""
-    if config.hardware:
-        load_hardware(config.hardware)
-    if config.costs:
-        OperationCosts.load(config.costs)
+    """Raise InputError for all names of a config that lead nowhere, a line each, before long work on any of them."""
+    mistakes = []
+    for key, read in _READ_BY.items():
+        name = getattr(config, key)
+        if name is None or name == SYNTHETIC_DATA or name.startswith(PREFIX):
+            continue
+        if config.plan is not None and key in ("hardware", "costs"):
+            continue  # of no effect, which `settled` says
+        try:
+            require_nameable(name, what=key)
+            read(name)
+        except InputError as error:
+            mistakes.append(error)
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise InputError("\n".join(map(str, mistakes)))
 
 
 def new_plan(

@@ -148,6 +148,19 @@ def test_a_path_that_leads_nowhere_is_named_by_its_key_with_the_nearest_name(giv
     assert not output.exists()
 
 
+def test_all_names_that_lead_nowhere_are_told_at_once(given, tmp_path, complaint):
+    names = {"model": "modle", "data": "data.text", "eval_data": "eval.txt", "hardware": "h20", "costs": "costs.json"}
+    wrong = [f"{key}={name if key == 'hardware' else given / name}" for key, name in names.items()]
+    sizes = ["sequence_length=16", "tokens_per_step=64", "max_steps=2", f"output={tmp_path / 'run'}"]
+    lines = complaint("train", *wrong, *sizes).splitlines()
+    assert len(lines) == len(names)
+    for line, name in zip(lines, names.values(), strict=True):
+        assert name in line
+    assert f"did you mean {given / 'data.txt'}?" in lines[1]
+    assert "h200" in lines[3]
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_resolved_config_of_a_run_trains_the_same_again(given, tmp_path, complaint):
     plan = tmp_path / "plan.json"
     options = ["--gradient-format", "bf16", "--clipping", "none", "--output", plan]

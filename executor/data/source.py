@@ -79,9 +79,7 @@ def find_source(name: Path | str, *, what: str = "data") -> Source:
     if str(name).startswith(hub.PREFIX):
         dataset = hub.download(str(name), what=what)
         return Source(str(name), dataset.files, is_text=False, dataset=dataset)
-    if hint := _elsewhere(str(name)):
-        raise InputError(f"{what}: {name} does not exist; {hint}")
-    path = require_path(name, what=what)
+    path = named_path(name, what=what)
     if hub.is_saved(path):
         dataset = hub.load_saved(path)
         return Source(_printable(path), dataset.files, is_text=False, dataset=dataset)
@@ -95,6 +93,13 @@ def find_source(name: Path | str, *, what: str = "data") -> Source:
     if suffix in _NOT_READ:
         raise UnsupportedChoice(f"{path}: {suffix} is not read; {_UNPACK}")
     return Source(_printable(path), (path,), is_text=suffix not in ROW_SUFFIXES)
+
+
+def named_path(name: Path | str, *, what: str = "data") -> Path:
+    """The file or folder that a name which is not of the hub names. Raises InputError where there is none."""
+    if hint := _elsewhere(str(name)):
+        raise InputError(f"{what}: {name} does not exist; {hint}")
+    return require_path(name, what=what)
 
 
 def _elsewhere(name: str) -> str:
