@@ -99,6 +99,35 @@ def test_streamed_steps_equal_transformers_with_plain_autograd(family: str, tied
             assert (trained[name] - weight).norm() <= tolerance * moved, name
 
 
+@pytest.mark.slow  # 124 M parameters, three times
+def test_a_streamed_step_of_gpt_2_in_its_published_size_equals_transformers() -> None:
+    config: dict[str, Any] = {
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": True, "use_cache": False,
+    }  # fmt: skip
+    work = workload(micro_batch_rows=2)
+    assert model_spec(config).num_parameters == 124_439_808
+    weights, batches = random_weights(config, torch.float32), tiny_batches(1)
+    plain = plain_train(
+        config, weights, [(b.tokens, b.labels) for b in batches], micro_batch_rows=2, learning_rate=LEARNING_RATE,
+        betas=BETAS, epsilon=EPSILON, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, dtype=torch.float32,
+    )  # fmt: skip
+    policy = uniform_policy(
+        model_spec(config), work, micro_batch_rows=2, groups=(2, 1), weights="host", optimizer="host",
+        save_level="input", checkpoint_interval=2,
+    )  # fmt: skip
+    trainer = make_trainer(config, work, policy, weights, max_grad_norm=MAX_GRAD_NORM)
+    (result,) = run_steps(trainer, batches)
+    trained = master_weights(trainer)
+    trainer.close()
+    assert result.loss == pytest.approx(plain.losses[0], rel=1e-6)
+    # torch sums the squares of the embedding's 38 M elements in fp32, we in fp64: they differ by parts in 10,000.
+    assert result.gradient_norm == pytest.approx(plain.norms[0], rel=5e-4)
+    moved = sum(float((plain.weights[name] - weights[name]).double().square().sum()) for name in weights)
+    apart = sum(float((plain.weights[name] - trained[name]).double().square().sum()) for name in weights)
+    assert apart <= (1e-2**2) * moved
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folders_go_out_and_in_with_the_same_logits(family: str, tied: bool, tmp_path: Path) -> None:
