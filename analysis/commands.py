@@ -243,7 +243,7 @@ def bench(arguments: argparse.Namespace) -> int:
     """Run a matrix of workloads."""
     from pathlib import Path
 
-    from analysis.bench import CLIPS, load_matrix, table
+    from analysis.bench import CLIPS, load_matrix
     from analysis.bench import bench as run_bench
     from planner.ablation import ABLATIONS, require_known
     from simulator.costs import OperationCosts
@@ -275,7 +275,6 @@ def bench(arguments: argparse.Namespace) -> int:
         warm_seconds=arguments.warm_seconds,
         results=Path(arguments.results) if arguments.results else None,
     )
-    print(table(found))
     return 0 if all(record.status == "ok" for result in found for record in result.records) else 1
 
 

@@ -266,7 +266,7 @@ def comparison(plan: Plan, outcome: Outcome, predicted: Timeline) -> list[str]:
     for name, before, after, write in rows:
         error = f"{before / after - 1:+.1%}" if after else ""
         lines.append(f"{name:12}{write(before):>14}{write(after):>13}{error:>9}".rstrip())
-    left_out = ", tokens/s leave padding out" if text < 1 else ""
+    left_out = ", tokens/s leave padding out" if text < 0.9995 else ""
     lines.append(f"(TFLOPS are 6 N T, N = {plan.model.num_parameters:,}{left_out})")
     lines.append("largest deviations, in one step:")
     for kind, predicted_seconds, measured_seconds in largest_deviations(predicted, outcome.timeline):
