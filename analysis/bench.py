@@ -299,8 +299,8 @@ def table(results: Sequence[RowResult]) -> str:
     for result in results:
         model, tokens = result.plan.model, result.row.tokens_per_step
         flops = 6 * model.num_parameters * tokens / 1e12
-        ideal = f"{flops / result.ideal.step_seconds:.0f}" if result.ideal else "-"
-        plain = f"{flops / result.plain_seconds:.0f}" if result.plain_seconds else "-"
+        ideal = _tflops(flops / result.ideal.step_seconds) if result.ideal else "-"
+        plain = _tflops(flops / result.plain_seconds) if result.plain_seconds else "-"
         for record in result.records:
             figures, case = record.measured, record.case
             if figures is None or record.predicted is None or len(case) > _CASE:
@@ -311,14 +311,20 @@ def table(results: Sequence[RowResult]) -> str:
                 continue
             ratio = f"{result.ideal.step_seconds / figures.step_seconds:.1%}" if result.ideal else "-"
             lines.append(
-                f"{case:{_CASE}} {ideal:>7} {plain:>7} {figures.tflops:>7.0f} {ratio:>9} "
-                f"{record.predicted.tflops:>10.0f} {record.predicted.step_seconds / figures.step_seconds - 1:>+7.1%} "
+                f"{case:{_CASE}} {ideal:>7} {plain:>7} {_tflops(figures.tflops):>7} {ratio:>9} "
+                f"{_tflops(record.predicted.tflops):>10} "
+                f"{record.predicted.step_seconds / figures.step_seconds - 1:>+7.1%} "
                 f"{format_bytes(figures.device_peak_bytes):>10} {format_bytes(figures.host_peak_bytes):>10}"
             )
             lost = {cause: s for cause, s in figures.breakdown_seconds.items() if cause.startswith("waiting")}
             lines += _below(", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in lost.items()))
         lines += _ablation_lines(result)
     return "\n".join(lines)
+
+
+def _tflops(value: float) -> str:
+    """At most seven characters: whole TFLOPS, below 100 two digits, so that what a CPU reaches is no 0."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
 
 
 def _ablation_lines(result: RowResult) -> Iterator[str]:
@@ -334,8 +340,8 @@ def _ablation_lines(result: RowResult) -> Iterator[str]:
             yield f"{words:{_CASE}} {found.status}: {found.message}"
         else:
             yield (
-                f"{words:{_CASE}} {'':>7} {'':>7} {found.measured.tflops:>7.0f} "
-                f"{whole.step_seconds / found.measured.step_seconds:>9.1%} {found.predicted.tflops:>10.0f} "
+                f"{words:{_CASE}} {'':>7} {'':>7} {_tflops(found.measured.tflops):>7} "
+                f"{whole.step_seconds / found.measured.step_seconds:>9.1%} {_tflops(found.predicted.tflops):>10} "
                 f"{found.predicted.step_seconds / found.measured.step_seconds - 1:>+7.1%} "
                 f"{format_bytes(found.measured.device_peak_bytes):>10} "
                 f"{format_bytes(found.measured.host_peak_bytes):>10}"

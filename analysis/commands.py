@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found; and answer what is asked beside."""
-    from analysis.questions import largest, longest, progress_lines, require_folder, sweeps
+    from analysis.questions import largest, longest, progress_lines, require_folder, said_after_a_while, sweeps
     from executor.folder import require_writable
     from executor.run_plan import allowed_bytes
     from planner.calibrate import fold_runs, load_run
@@ -116,7 +116,8 @@ def plan(arguments: argparse.Namespace) -> int:
     task = Task(model, workload, hardware, limits, costs, arguments.model)
     report = progress_lines()
     if arguments.explain or arguments.output or not asked:
-        found = task.plan(with_baselines=True, with_suggestions=True)
+        with said_after_a_while("planning; a large model with many micro-batch sizes takes up to a minute or two"):
+            found = task.plan(with_baselines=True, with_suggestions=True)
         if arguments.output:
             found.save(arguments.output)
         if arguments.json:
@@ -147,7 +148,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from simulator.files import write_whole
     from simulator.hardware import load_hardware
     from simulator.timeline import chrome_trace
-    from simulator.units import format_bytes, format_seconds
+    from simulator.units import format_bytes, format_rate, format_seconds
 
     if arguments.trace:
         require_writable(arguments.trace, what="--trace")
@@ -156,7 +157,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     figures, timeline = prediction.figures, prediction.timeline
     print(f"step time    {format_seconds(figures.step_seconds)}")
     print(f"TFLOPS       {figures.tflops:.4g} (6 N T), {figures.tflops_with_attention:.4g} with attention")
-    print(f"tokens/s     {figures.tokens_per_second:.5g}")
+    print(f"tokens/s     {format_rate(figures.tokens_per_second)}")
     print(f"device peak  {format_bytes(figures.device_peak_bytes)}")
     print(f"host peak    {format_bytes(figures.host_peak_bytes)}")
     print("the step, by what compute does or waits for:")
@@ -242,7 +243,7 @@ def bench(arguments: argparse.Namespace) -> int:
     """Run a matrix of workloads."""
     from pathlib import Path
 
-    from analysis.bench import CLIPS, load_matrix, table
+    from analysis.bench import CLIPS, load_matrix
     from analysis.bench import bench as run_bench
     from planner.ablation import ABLATIONS, require_known
     from simulator.costs import OperationCosts
@@ -274,7 +275,6 @@ def bench(arguments: argparse.Namespace) -> int:
         warm_seconds=arguments.warm_seconds,
         results=Path(arguments.results) if arguments.results else None,
     )
-    print(table(found))
     return 0 if all(record.status == "ok" for result in found for record in result.records) else 1
 
 

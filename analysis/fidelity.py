@@ -161,7 +161,7 @@ def _draw_errors(axis: Axes, item: Figure, groups: Mapping[str, Sequence[Attempt
     axis.plot([attempt.number for attempt in failed], [0.0] * len(failed), **_FAILED)
     low, high = axis.get_ylim()
     reach = 1.15 * max(-low, high, 200 * item.median)
-    axis.set_ylim(-reach, reach)
+    axis.set_ylim(max(-reach, -1.15 * max(100.0, high / 4)), reach)  # no error is below -100 %
     axis.set_ylabel(f"{item.title},\nerror (%)")
     axis.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
     axis.grid(axis="y")

@@ -2,8 +2,10 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,18 @@ def progress_lines(patience_seconds: float = PATIENCE_SECONDS) -> Report:
             quiet_until = time.monotonic() + LINE_SECONDS
 
     return report
+
+
+@contextmanager
+def said_after_a_while(words: str, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Print `words` on standard error if what runs inside takes longer than a reader waits without a word."""
+    timer = threading.Timer(patience_seconds, lambda: print(f"conveyor: {words}", file=sys.stderr, flush=True))
+    timer.daemon = True  # an interrupt must not wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def sweeps(task: Task, asked: Sequence[str], folder: Path, price: Price | None, report: Report) -> Iterator[str]:

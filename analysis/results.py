@@ -67,22 +67,33 @@ def load_all(directory: Path) -> dict[str, list[RunRecord]]:
 
 
 def results_markdown(results: dict[str, list[RunRecord]]) -> str:
-    """A heading, a figure, a table and the failures of each results file."""
+    """A heading, a figure and a table of each results file: the last attempt of every case."""
     return "\n".join(part for name, records in results.items() for part in _section(name, records))
 
 
 def _section(name: str, records: list[RunRecord]) -> Iterator[str]:
+    last = {record.case: number for number, record in enumerate(records, start=1)}
     frame = tables.comparison(_runs(records))
+    devices = sorted({record.device_name for record in records})
     yield f"### {name}\n"
+    yield (
+        f"On {', '.join(devices)}. The table has the last attempt of every case, the figure all by number; each of the "
+        f"{len(records)} in full, earlier and failed ones too: [{DETAILS}]({DETAILS}#{name}).\n"
+    )
     yield f"![Predicted and measured TFLOPS of {name}]({FIGURES}/{name}.svg)\n"
-    yield tables.markdown(frame[[column for column in _COLUMNS if column in frame.columns]])
-    for number, record in enumerate(records, start=1):
-        if record.status != "ok":
-            yield f"{number}. {record.case}: {tables.STATUS[record.status]}: {record.message}\n"
+    columns = [column for column in _COLUMNS if column in frame.columns and (column != "device" or len(devices) > 1)]
+    yield tables.markdown(frame[frame["#"].isin(map(str, last.values()))][columns])
+    for number in last.values():
+        if records[number - 1].status != "ok":
+            yield _failure(number, records[number - 1])
+
+
+def _failure(number: int, record: RunRecord) -> str:
+    return f"{number}. {record.case}: {tables.STATUS[record.status]}: {record.message}\n"
 
 
 def details_markdown(results: dict[str, list[RunRecord]]) -> str:
-    """A page that tells every run that was measured."""
+    """A page with every attempt in a table, why some failed, and each run that was measured in full."""
     return "\n".join(
         [
             "# Results, run by run\n",
@@ -95,6 +106,11 @@ def details_markdown(results: dict[str, list[RunRecord]]) -> str:
 
 def _detailed(name: str, records: list[RunRecord]) -> Iterator[str]:
     yield f"## {name}\n"
+    frame = tables.comparison(_runs(records))
+    yield tables.markdown(frame[[column for column in _COLUMNS if column in frame.columns]])
+    for number, record in enumerate(records, start=1):
+        if record.status != "ok":
+            yield _failure(number, record)
     for number, record in enumerate(records, start=1):
         if record.predicted is not None and record.measured is not None:
             yield from _details(number, record)

@@ -164,7 +164,7 @@ def figures(record: RunRecord) -> pandas.DataFrame:
         if predicted is not None and measured is not None:
             row["error"] = format_error(error_share(predicted, measured))
         if ideal is not None:
-            row["ideal"] = _written(ideal, write)
+            row["ideal"] = _written(ideal or None, write)  # its memory was not measured, and is written as 0
         rows.append(row)
     return pandas.DataFrame(rows)
 

@@ -142,7 +142,7 @@ def _scatter(numbered: Mapping[int, Run], name: str) -> Drawing:
         errors.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
         low, high = errors.get_ylim()
         reach = max(-low, high, 200 * BAND)
-        errors.set_ylim(-1.15 * reach, 1.15 * reach)
+        errors.set_ylim(max(-1.15 * reach, -1.15 * max(100.0, high / 4)), 1.15 * reach)  # no error is below -100 %
         errors.grid(axis="y")
         figure.legend(loc="outside lower center", ncols=legend_columns([*devices, "predicted = measured"], most=2))
         figure.draw_without_rendering()  # the labels are placed by where the points come to lie

@@ -7,7 +7,9 @@ from planner.plan import Plan
 from simulator.errors import InfeasiblePlan
 from simulator.predict import predict_evaluation, predict_stretches
 from simulator.system import free_disk_bytes, host_memory_available_bytes
-from simulator.units import format_bytes, format_duration, format_seconds
+from simulator.units import counted, format_bytes, format_duration, format_seconds
+
+_A_GUESS = 0.5  # of the busy time that nobody measured: from here on the forecast says so
 
 
 def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
@@ -23,7 +25,7 @@ def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
         need, free = inputs.disk_need(), free_disk_bytes(inputs.directory)
         lines.append(
             f"  {'disk':14}{format_bytes(need.num_bytes):>11} of {format_bytes(free):>10}  {need.num_bytes / free:6.1%}"
-            f"  {need.num_checkpoints} checkpoint{'s' * (need.num_checkpoints != 1)} of "
+            f"  {counted(need.num_checkpoints, 'checkpoint')} of "
             f"{format_bytes(need.checkpoint_bytes)}, "
             f"the model {format_bytes(need.model_bytes)}"
         )
@@ -34,6 +36,12 @@ def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
     ]
     without = f"; without {' and '.join(unknown)}" if unknown else ""
     lines.append(f"  {'time':14}{format_duration(sum(parts.values())):>11}  {', '.join(words)}{without}")
+    if (unmeasured := plan.price_shares["roofline"]) >= _A_GUESS:
+        lines.append(
+            f"the time is a rough guess: {unmeasured:.0%} of the step's work was never measured, only computed from "
+            "the machine's profile; small models take longer. `conveyor measure` times this model's operations, and "
+            "`costs` names what it wrote"
+        )
     return lines
 
 
@@ -41,14 +49,14 @@ def run_seconds(plan: Plan, inputs: RunInputs) -> tuple[dict[str, float], list[s
     """Seconds of a run by what they go to, and what takes time that nobody has measured."""
     hardware, workload, predicted = plan.hardware, plan.inputs.workload, plan.prediction
     steps = inputs.num_steps - inputs.first_step
-    parts: dict[str, float] = {f"{steps} step{'s' * (steps != 1)}": steps * predicted.step_seconds}
+    parts: dict[str, float] = {counted(steps, "step"): steps * predicted.step_seconds}
     # Inline a drain is what the next step would have begun with; on streams nothing runs beside it.
     if hardware.execution == "streams" and (stretches := inputs.stretches()):
         taken = predict_stretches(
             plan.model, workload, plan.policy, hardware, plan.costs, lengths=stretches,
             step_seconds=predicted.step_seconds,
         )  # fmt: skip
-        drains = f"{len(stretches)} drain{'s' * (len(stretches) != 1)}"
+        drains = counted(len(stretches), "drain")
         parts[drains] = max(0.0, sum(taken) - steps * predicted.step_seconds)
     unknown: list[str] = []
     need = inputs.disk_need()
@@ -63,13 +71,11 @@ def run_seconds(plan: Plan, inputs: RunInputs) -> tuple[dict[str, float], list[s
     if inputs.eval_dataset is not None:
         batch = predict_evaluation(plan.model, workload, plan.policy, hardware, plan.costs).step_seconds
         count = inputs.num_evaluations()
-        parts[f"{count} evaluation{'s' * (count != 1)}"] = count * batch * (inputs.eval_dataset.steps_per_epoch or 0)
+        parts[counted(count, "evaluation")] = count * batch * (inputs.eval_dataset.steps_per_epoch or 0)
     if inputs.saves and write is not None:
         one, saves = need.checkpoint_bytes / write.value, inputs.num_saves()
         waited = max(0.0, one - predicted.step_seconds)  # a save runs beside the step after it, the last one does not
-        parts[f"{saves} save{'s' * (saves != 1)} and the export"] = (
-            (saves - 1) * waited + one + need.model_bytes / write.value
-        )
+        parts[f"{counted(saves, 'save')} and the export"] = (saves - 1) * waited + one + need.model_bytes / write.value
     elif inputs.saves:
         unknown.append("saving")
     return parts, unknown

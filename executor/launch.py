@@ -26,7 +26,7 @@ from simulator.model import ModelSpec
 from simulator.probe import current_device, current_host
 from simulator.system import HostPeak
 from simulator.timeline import Timeline, largest_deviations
-from simulator.units import format_bytes, format_seconds
+from simulator.units import format_bytes, format_rate, format_seconds
 
 
 def launch(
@@ -255,23 +255,26 @@ def comparison(plan: Plan, outcome: Outcome, predicted: Timeline) -> list[str]:
     expected, found = plan.prediction, outcome.figures
     # Padding is computed and is no text: compared is the prediction's part that is text.
     text = found.tokens_per_second * found.step_seconds / plan.inputs.workload.tokens_per_step
-    error = expected.step_seconds / found.step_seconds - 1
-    seconds = [format_seconds(figures.step_seconds) for figures in (expected, found)]
-    lines = [
-        "                 predicted     measured",
-        f"step time    {seconds[0]:>13}{seconds[1]:>13}  (error {error:+.1%})",
-        f"TFLOPS       {expected.tflops:>13.4g}{found.tflops:>13.4g}  (6 N T, N = {plan.model.num_parameters:,})",
-        f"tokens/s     {expected.tokens_per_second * text:>13.5g}{found.tokens_per_second:>13.5g}",
-        f"device peak  {format_bytes(expected.device_peak_bytes):>13}{format_bytes(found.device_peak_bytes):>13}",
-        f"host peak    {format_bytes(expected.host_peak_bytes):>13}{format_bytes(found.host_peak_bytes):>13}",
-        "largest deviations, seconds a step:",
+    rows = [
+        ("step time", expected.step_seconds, found.step_seconds, format_seconds),
+        ("TFLOPS", expected.tflops, found.tflops, lambda value: f"{value:#.4g}"),
+        ("tokens/s", expected.tokens_per_second * text, found.tokens_per_second, format_rate),
+        ("device peak", expected.device_peak_bytes, found.device_peak_bytes, format_bytes),
+        ("host peak", expected.host_peak_bytes, found.host_peak_bytes, format_bytes),
     ]
-    for kind, before, after in largest_deviations(predicted, outcome.timeline):
+    lines = [f"{'':12}{'predicted':>14}{'measured':>13}{'error':>9}"]
+    for name, before, after, write in rows:
+        error = f"{before / after - 1:+.1%}" if after else ""
+        lines.append(f"{name:12}{write(before):>14}{write(after):>13}{error:>9}".rstrip())
+    left_out = ", tokens/s leave padding out" if text < 0.9995 else ""
+    lines.append(f"(TFLOPS are 6 N T, N = {plan.model.num_parameters:,}{left_out})")
+    lines.append("largest deviations, in one step:")
+    for kind, predicted_seconds, measured_seconds in largest_deviations(predicted, outcome.timeline):
         cells = [
-            f"not {word}" if seconds is None else f"{seconds:.4g}"
-            for word, seconds in (("predicted", before), ("measured", after))
+            f"not {word}" if seconds is None else format_seconds(seconds)
+            for word, seconds in (("predicted", predicted_seconds), ("measured", measured_seconds))
         ]
-        lines.append(f"  {kind:25}{cells[0]:>15}{cells[1]:>13}")
+        lines.append(f"  {kind.replace('_', ' '):30}{cells[0]:>14}{cells[1]:>13}")
     if outcome.exported is not None:
         lines.append(f"trained model: {outcome.exported}")
     return lines

@@ -33,6 +33,7 @@ from simulator.policy import (
     uniform_policy,
 )
 from simulator.program import Kind, Operation, Resource, Role
+from simulator.units import counted
 
 NUM_LAYERS = 3  # the fewest with a first, a middle and a last
 MICRO_BATCHES = 2  # the first writes its gradients, the second adds
@@ -94,8 +95,9 @@ def measure(
                 beside_copies += _slowdowns(entries, found)
             # The first policy that runs an operation names its price: those without copies come first.
             entries = {**found, **entries}
+            passing = "streamed states" if "streamed" in policy.optimizer_homes else "streamed weights" * streams
             report(
-                f"{rows} rows, level {policy.save_levels[0]}{', streamed' if streams else ''}: "
+                f"{counted(rows, 'row')}, save level {policy.save_levels[0]}{', ' * bool(passing)}{passing}: "
                 f"{len(found)} operations in {time.perf_counter() - started:.0f} s"
             )
     return OperationCosts(

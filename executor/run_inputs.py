@@ -22,6 +22,7 @@ from executor.run_directory import CHECKPOINTS, EXPORTED, load_eval_losses
 from simulator.errors import InputError
 from simulator.freezing import frozen_patterns
 from simulator.model import ModelSpec
+from simulator.units import counted
 
 
 class DiskNeed(NamedTuple):
@@ -151,7 +152,7 @@ class RunInputs:
     def _require_disk(self) -> None:
         if self.saves:
             need = self.disk_need()
-            what = f"{need.num_checkpoints} checkpoint{'s' * (need.num_checkpoints != 1)} and the exported model"
+            what = f"{counted(need.num_checkpoints, 'checkpoint')} and the exported model"
             remedy = "lower keep_checkpoints, or set output to a larger disk"
             require_free_disk(self.directory, need.num_bytes + ROOM_BYTES, what=what, error=InputError, remedy=remedy)
 

@@ -87,7 +87,10 @@ def new_plan(
     if config.hardware:
         hardware = load_hardware(config.hardware)
     else:
-        say("no hardware profile is named: probing this machine")
+        say(
+            "no hardware profile is named: probing this machine, which takes half a minute to two; what "
+            "`conveyor probe` writes can be named as `hardware`"
+        )
         folder = folder or Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
         hardware = probe(folder / PROFILE)

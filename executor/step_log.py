@@ -10,6 +10,7 @@ from executor.schedule import Schedule, learning_rate
 from executor.trainer import Evaluation, StepResult
 from simulator.formulas import tflops, tflops_formula
 from simulator.model import ModelSpec
+from simulator.units import format_rate
 
 # Of metrics.jsonl, what loggers get: numbers that a person watches.
 _WATCHED = (
@@ -85,7 +86,7 @@ class StepLog:
             self.say(
                 f"step {result.step + 1}/{self.schedule.max_steps}  loss {result.loss:.4f}  "
                 f"norm {result.gradient_norm:.3g}  lr {rate:.3g}  {seconds:.3g} s  "
-                f"{row['tokens_per_second']:.0f} tokens/s  {row['tflops']:.3g} TFLOPS"
+                f"{format_rate(row['tokens_per_second'])} tokens/s  {row['tflops']:.3g} TFLOPS"
             )
         return row
 

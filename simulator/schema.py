@@ -62,6 +62,9 @@ def describe(error: pydantic.ValidationError, *, most: int | None = None) -> str
     """
     parts = []
     mistakes = error.errors(include_url=False)
+    inside = {item["loc"][:depth] for item in mistakes for depth in range(len(item["loc"]))}
+    # A list whose entries are wrong is called too short as well, since the wrong ones do not count.
+    mistakes = [item for item in mistakes if item["type"] != "too_short" or item["loc"] not in inside]
     if most is not None and len(mistakes) > most:
         mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
     for item in mistakes:

@@ -1,4 +1,4 @@
-"""Units: sizes as people write them (`24GiB`, `64 GB`) and back."""
+"""Units: sizes as people write them (`24GiB`, `64 GB`) and back; durations, rates and counts for people."""
 
 import re
 from decimal import Decimal
@@ -53,6 +53,16 @@ def format_duration(seconds: float) -> str:
         return format_seconds(seconds)
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_rate(per_second: float) -> str:
+    """A rate for people, never with an exponent: whole and with separators from 100 up, else three digits."""
+    return f"{per_second:,.0f}" if abs(per_second) >= 99.95 else _three_digits(per_second)
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 file`, `1,912 files`: for nouns whose plural ends in s."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _three_digits(value: float) -> str:

@@ -166,7 +166,7 @@ def test_the_report_says_what_is_trained(tmp_path):
     assert report.num_targets == 3 + 10
     text = "\n".join(report.lines())
     assert f"warning: 1 skipped: empty answer (first: {path}:1: " in text
-    assert f"warning: of the samples longer than a row 1 were cut; the longest has 52 tokens ({path}:3)" in text
+    assert f"warning: samples longer than a row: 1 cut off; the longest has 52 tokens ({path}:3)" in text
     assert "⟦2+2?⟧ 4<eos>" in text
 
 

@@ -73,10 +73,10 @@ def test_targets_are_counted_in_any_number_of_passes(monkeypatch):
 @pytest.mark.parametrize(
     ("choice", "sizes", "line"),
     [
-        ("truncate", [10, 10, 10], "warning: of the samples longer than a row 2 were cut; the longest has 51 tokens"),
-        ("split", [10, 10, 1, 10, 10, 10, 10, 10], "data: of the samples longer than a row 2 were split; the longest"),
+        ("truncate", [10, 10, 10], "warning: samples longer than a row: 2 cut off; the longest has 51 tokens"),
+        ("split", [10, 10, 1, 10, 10, 10, 10, 10], "data: samples longer than a row: 2 split; the longest"),
         ("drop", [10], "warning: 2 skipped: longer than a row of 10 tokens (first: {path}:2)"),
-        ("auto", [10, 10, 1, 10, 10, 10, 10, 10], "data: of the samples longer than a row 2 were split; the longest"),
+        ("auto", [10, 10, 1, 10, 10, 10, 10, 10], "data: samples longer than a row: 2 split; the longest"),
     ],
 )
 def test_long_samples_are_counted_and_the_longest_is_shown(tmp_path, choice, sizes, line):

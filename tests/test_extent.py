@@ -9,7 +9,7 @@ from front_door import WORKLOAD
 from planning_cases import machine, toy_model
 
 from analysis.cli import main
-from analysis.questions import grown, progress_lines
+from analysis.questions import grown, progress_lines, said_after_a_while
 from planner import extent
 from planner.extent import SEQUENCE_STEP, largest_model, longest_sequence
 from planner.plan import Limits
@@ -160,6 +160,17 @@ def test_what_is_asked_wrongly_is_a_sentence_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert message in complaint("plan", "--model", given / "model", *WORKLOAD, *more)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_silence_is_broken_and_a_short_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with said_after_a_while("planning", patience_seconds=1e6):
+        pass
+    said = ""
+    with said_after_a_while("planning", patience_seconds=0.0):
+        while not said:  # however long it takes the other thread to come to it
+            said = capsys.readouterr().err
+    assert said == "conveyor: planning\n"
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_is_told_to_who_waits_and_to_nobody_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,11 @@ def test_what_nobody_measured_is_named(tmp_path: Path, folder: Path, model: Mode
     unmeasured = planned.hardware.model_copy(update={"disk": Disk(free_bytes=2**40)})
     elsewhere = planned.model_copy(update={"hardware": unmeasured})
     inputs = RunInputs(config(folder, tmp_path / "run"), model, say=silent)
-    assert forecast(elsewhere, inputs)[-1].endswith("; without reading the weights and saving")
+    assert forecast(elsewhere, inputs)[-2].endswith("; without reading the weights and saving")
+    assert forecast(elsewhere, inputs)[-1].startswith("the time is a rough guess: 100% of the step's work")
+    shares = {"measured": 0.6, "interpolated": 0.0, "roofline": 0.4}
+    measured = elsewhere.model_copy(update={"price_shares": shares})
+    assert not any("guess" in line for line in forecast(measured, inputs))
 
 
 @pytest.mark.parametrize(

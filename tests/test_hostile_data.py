@@ -52,7 +52,7 @@ def test_one_broken_row_among_others_is_no_array(tmp_path):
 def test_files_of_formats_that_are_not_read_are_named_where_others_lie_beside_them(tmp_path):
     written_rows(tmp_path, ROW, name="a.jsonl")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(ROW.encode()))
-    assert find_source(tmp_path).left_out == ("1 files of formats that are not read (b.jsonl.gz, ...)",)
+    assert find_source(tmp_path).left_out == ("1 file of formats that are not read (b.jsonl.gz, ...)",)
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(InputError, match=r"b\.jsonl\.gz is not read: unpack it"):
         find_source(tmp_path)

@@ -214,7 +214,7 @@ def test_a_wrong_model_config_is_named_by_its_file(given, tmp_path, complaint):
     [
         ("a.jsonl", '{"messages": [{"role": "robot", "content": "x"}]}', "a.jsonl:1: messages[0] has the role 'robot'"),
         ("a.jsonl", '{"text": "a"}\n{"input": "b", "output": "c"}', "a.jsonl:2: has no 'instruction'"),
-        ("a.jsonl", '{"prompt": "a", "completion": ""}', "no usable rows (1 rows read; 1 skipped: empty answer)"),
+        ("a.jsonl", '{"prompt": "a", "completion": ""}', "no usable rows (1 row read; 1 skipped: empty answer)"),
         ("a.json", '[{"text": "a"},\n {"text": "hal', "a.json:2:11: is not JSON (Unterminated string"),
         ("a.csv", "question,answer\n1,2\n", "a.csv:2: has none of 'text', 'messages', "),
         ("a.txt", '{"text": "a"}\n', "holds JSON, not text; name it .jsonl"),
@@ -234,7 +234,7 @@ def test_rows_under_other_names_train_and_the_run_says_what_it_read(given, tmp_p
     capsys.readouterr()
     assert main([str(part) for part in training(given, tmp_path / "run", *settings, data=tmp_path / "a.csv")]) == 0
     out = capsys.readouterr().out
-    assert "10 read from 1 files, 9 as prompt-completion, tokenizer bytes" in out
+    assert "10 read from 1 file, 9 as prompt-completion, tokenizer bytes" in out
     assert f"warning: 1 skipped: empty answer (first: {tmp_path / 'a.csv'}:11: " in out
     assert "⟦question 0⟧answer" in out
     complaint("train", tmp_path / "run" / "config.yaml", f"output={tmp_path / 'again'}", code=0)

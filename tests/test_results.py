@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from sample_runs import failed_record, figures, record
 
+from analysis import tables
 from analysis.results import BEGIN, DETAILS, END, details_markdown, load_all, results_markdown, update_readme
 from analysis.tables import markdown
 from executor.record import append_result
@@ -47,6 +48,27 @@ def test_each_run_that_was_measured_is_told_in_full(project):
     assert "| waiting for weights | 200 ms | 196 ms | 16.7 % |" in text
 
 
+def test_readme_has_the_last_attempt_of_a_case_and_the_page_has_all(project):
+    append_result(project / "analysis" / "results" / "box.json", failed_record("7b", message="ran out"))
+    append_result(project / "analysis" / "results" / "box.json", record("32b | large", measured=499.0))
+    update_readme(project)
+    readme, page = ((project / path).read_text(encoding="utf-8") for path in ("README.md", "docs/results.md"))
+    section = readme.partition("### box\n")[2]
+    assert [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][2:] == ["3", "4"]
+    assert "3. 7b: refused: ran out" in section
+    assert "host memory short" not in section  # its case succeeded afterwards
+    assert [f"\n| {number} | " in page for number in (1, 2, 3, 4)] == [True] * 4
+    assert "2. 32b | large: refused: host memory short by 41 GiB" in page
+
+
+def test_memory_of_an_ideal_that_nobody_measured_is_not_nothing():
+    table = tables.figures(record(ideal=figures(646.0, device_peak_bytes=0, host_peak_bytes=0))).set_index("")
+    assert table["ideal"].to_dict() == {
+        "step time": "929 ms", "TFLOPS (6 N T)": "646", "TFLOPS with attention": "678", "tokens/s": "12,920",
+        "device peak": "–", "host peak": "–",
+    }  # fmt: skip
+
+
 def test_every_table_row_has_as_many_cells_as_its_header(project):
     update_readme(project)
     text = "".join((project / path).read_text(encoding="utf-8") for path in ("README.md", "docs/results.md"))
@@ -56,9 +78,9 @@ def test_every_table_row_has_as_many_cells_as_its_header(project):
             counts[-1].add(line.replace("\\|", "").count("|"))
         else:
             counts.append(set())
-    tables = [found for found in counts if found]
-    assert len(tables) == 2 + 2 * 2  # a comparison a file, and two of each run that was measured
-    assert all(len(found) == 1 for found in tables)
+    found_tables = [found for found in counts if found]
+    assert len(found_tables) == 2 * 2 + 2 * 2  # a comparison a file on each page, and two of each run that was measured
+    assert all(len(found) == 1 for found in found_tables)
 
 
 def test_second_time_nothing_changes(project):

@@ -189,7 +189,7 @@ def test_rows_of_several_kinds_are_counted_apart(tmp_path):
     corpus = corpus_of(written_rows(tmp_path, *rows))
     assert corpus.read.kinds == {"text": 2, "prompt-completion": 1}
     lines = corpus.report(corpus.documents, num_rows=3, num_held_out=0).lines()
-    assert "3 read from 1 files, 2 as text and 1 as prompt-completion, tokenizer bytes" in lines[0]
+    assert "3 read from 1 file, 2 as text and 1 as prompt-completion, tokenizer bytes" in lines[0]
 
 
 def test_all_kinds_survive_the_journey_through_csv(tmp_path):

@@ -119,7 +119,7 @@ def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_l
     assert expected is not None
     assert found is not None
     error = error_share(expected.step_seconds, found.step_seconds)  # the report's
-    assert any(line.startswith("step time") and f"(error {error:+.1%})" in line for line in said)
+    assert any(line.startswith("step time") and line.endswith(f" {error:+.1%}") for line in said)
 
     progress, tensors = checkpoint_tensors(tmp_path / "run" / "checkpoints", model)
     assert (progress.step, progress.applied_steps) == (8, 8)

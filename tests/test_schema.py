@@ -79,6 +79,19 @@ def test_values_of_a_user_are_refused_as_wrong_input() -> None:
     assert "\n" not in message
 
 
+def test_a_list_with_a_wrong_entry_is_not_called_too_short() -> None:
+    class Row(Schema):
+        case: str
+
+    class Rows(Schema):
+        rows: tuple[Row, ...] = pydantic.Field(min_length=1)
+
+    with pytest.raises(InputError, match=r"^rows\.0\.cse: unknown key$"):
+        validated(Rows, rows=[{"case": "a", "cse": "a"}])
+    with pytest.raises(InputError, match=r"^rows: Tuple should have at least 1 item"):
+        validated(Rows, rows=[])
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"missing\.json: does not exist"):
         Workload.load(tmp_path / "missing.json")

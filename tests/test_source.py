@@ -39,7 +39,7 @@ def test_other_splits_than_train_are_left_out_and_said(tmp_path):
     parts = ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test-00000-of-00001.parquet")
     source = find_source(filled(tmp_path / "a", *(f"data/{part}" for part in parts)))
     assert names(source) == list(parts[:2])
-    assert source.left_out == ("1 files of other splits than train (test-00000-of-00001.parquet, ...)",)
+    assert source.left_out == ("1 file of other splits than train (test-00000-of-00001.parquet, ...)",)
     source = find_source(filled(tmp_path / "b", "train/0.jsonl", "validation/0.jsonl", "extra.jsonl"))
     assert [str(path.relative_to(tmp_path / "b")) for path in source.files] == ["extra.jsonl", "train/0.jsonl"]
     # Where no file is called train, the others' names mean nothing.

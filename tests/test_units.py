@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.errors import InputError
-from simulator.units import GIB, KIB, MIB, TIB, format_bytes, format_duration, format_seconds, parse_bytes
+from simulator.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    counted,
+    format_bytes,
+    format_duration,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -110,3 +121,15 @@ def test_a_written_duration_has_no_exponent(seconds: float) -> None:
     assert "e" not in text
     number, unit = text.split()
     assert float(number) * {"s": 1, "ms": 1e-3, "µs": 1e-6}[unit] == pytest.approx(seconds, rel=0.006, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("per_second", "expected"), [(0.5, "0.5"), (37.46, "37.5"), (99.96, "100"), (6398.2, "6,398"), (1.2e5, "120,000")]
+)
+def test_rates_are_written_without_an_exponent(per_second: float, expected: str) -> None:
+    assert format_rate(per_second) == expected
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, "0 files"), (1, "1 file"), (1912, "1,912 files")])
+def test_counts_agree_with_their_noun(count: int, expected: str) -> None:
+    assert counted(count, "file") == expected

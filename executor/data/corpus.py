@@ -16,6 +16,7 @@ from executor.data.tokenize import write_documents, write_rows
 from executor.source_tree import package_hash
 from executor.tokenizer import ByteTokenizer, FolderTokenizer, TokenizerChoice, open_tokenizer
 from simulator.errors import InputError
+from simulator.units import counted
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Corpus:
         if len(self.documents):
             return
         reasons = [f"{count} skipped: {reason}" for reason, count in self._skipped()[0].items()]
-        what = f"{self.read.num_read} rows read" if self.read.num_read else "nothing to read"
+        what = f"{counted(self.read.num_read, 'row')} read" if self.read.num_read else "nothing to read"
         # A prompt without an answer, or a sample too long to be taken: both are a matter of the row's length.
         too_long = len(self.documents.prompt_only) + len(self.documents.too_long)
         remedy = "; a longer sequence_length would keep some" if too_long else ""

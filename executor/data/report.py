@@ -9,6 +9,7 @@ import numpy as np
 
 from executor.tokenizer import BoolArray, TokenArray, Tokenizer
 from simulator.schema import Schema
+from simulator.units import counted
 
 _SHOWN_TOKENS = 400
 _MUCH_SAVED = 0.1  # of all rows: from here on packing is proposed
@@ -90,9 +91,9 @@ class DataReport(Schema):
         if not self.num_rows:  # data of rows have some, or are refused
             return [f"data: {self.source}: {self.first_sample}, without end"]
         kinds = " and ".join(f"{count:,} as {kind}" for kind, count in self.kinds.items())
+        read = f"{self.num_read:,} read from {counted(self.num_files, 'file')}"
         lines = [
-            f"data: {self.source}: {self.num_read:,} read from {self.num_files} files{', ' * bool(kinds)}{kinds}, "
-            f"tokenizer {self.tokenizer}",
+            f"data: {self.source}: {read}{', ' * bool(kinds)}{kinds}, tokenizer {self.tokenizer}",
             f"data: {self.num_rows:,} rows, {self.num_tokens:,} tokens, {self.num_targets:,} of them targets"
             + self._filling(),
         ]
@@ -105,19 +106,18 @@ class DataReport(Schema):
             )
         lines += [f"warning: left out: {what}" for what in self.left_out]
         for reason, count in self.skipped.items():
-            lines.append(f"warning: {count} skipped: {reason} (first: {self.first_skipped[reason]})")
-        long = [f"{self.num_truncated} were cut"] * bool(self.num_truncated)
-        long += [f"{self.num_split} were split"] * bool(self.num_split)
+            lines.append(f"warning: {count:,} skipped: {reason} (first: {self.first_skipped[reason]})")
+        long = [f"{self.num_truncated:,} cut off"] * bool(self.num_truncated)
+        long += [f"{self.num_split:,} split"] * bool(self.num_split)
         if long:
             begin = "warning" if self.num_truncated else "data"
             lines.append(
-                f"{begin}: of the samples longer than a row {' and '.join(long)}; "
+                f"{begin}: samples longer than a row: {' and '.join(long)}; "
                 f"the longest has {self.longest_tokens:,} tokens ({self.longest_at})"
             )
         if self.num_untrained_turns:
-            lines.append(
-                f"warning: {self.num_untrained_turns} answers are not trained: the chat template rewrites earlier turns"
-            )
+            untrained = f"{self.num_untrained_turns:,} answers are not trained"
+            lines.append(f"warning: {untrained}: the chat template rewrites earlier turns")
         lines.append(f"first sample, {MASKED[0]}masked{MASKED[1]}: {self.first_sample}")
         return lines
 

@@ -11,6 +11,7 @@ from executor.data import hub
 from executor.data.row_files import ROW_SUFFIXES, Record, read_records
 from executor.folder import require_path
 from simulator.errors import InputError, UnsupportedChoice
+from simulator.units import counted
 
 CODE_SUFFIXES = (
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"),
@@ -151,11 +152,11 @@ def _folder(path: Path) -> Source:
             "name one file, or a folder of one kind"
         )
     else:
-        left_out = (f"{len(rows)} files that are not text ({rows[0].name}, ...)",) if rows else ()
+        left_out = (f"{counted(len(rows), 'file')} that are not text ({rows[0].name}, ...)",) if rows else ()
         source = Source(_printable(path), tuple(text), True, path, left_out)
     more = []
     if not_read:
-        more.append(f"{len(not_read)} files of formats that are not read ({not_read[0].name}, ...)")
+        more.append(f"{counted(len(not_read), 'file')} of formats that are not read ({not_read[0].name}, ...)")
     if links := sorted(set(found) - set(files)):
         more.append(f"{len(links)} links to files that are read under another name ({links[0].name}, ...)")
     return replace(source, left_out=(*source.left_out, *more))
@@ -180,7 +181,7 @@ def _rows(folder: Path, files: list[Path]) -> Source:
     others = [file for file in files if splits[file] not in ("", "train")]
     if "train" not in splits.values() or not others:
         return Source(_printable(folder), tuple(files), False, folder)
-    left_out = f"{len(others)} files of other splits than train ({others[0].name}, ...)"
+    left_out = f"{counted(len(others), 'file')} of other splits than train ({others[0].name}, ...)"
     return Source(_printable(folder), tuple(file for file in files if file not in others), False, folder, (left_out,))
 
 
