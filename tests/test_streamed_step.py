@@ -17,6 +17,8 @@ from tests.tiny import (
     ROWS,
     SEQUENCE,
     WEIGHT_DECAY,
+    Bits,
+    assert_same_bits,
     make_trainer,
     master_weights,
     random_weights,
@@ -251,14 +253,6 @@ def sums_of(trainer: Trainer) -> list[tuple[str, str]]:
         for operation in trainer.program.steady
         if operation.kind is Kind.FINISH_GRADIENT and operation.block in trainer.model.layers
     ]
-
-
-Bits = tuple[list[tuple[float, float]], list[torch.Tensor]]
-
-
-def assert_same_bits(found: Bits, expected: Bits, title: str) -> None:
-    assert found[0] == expected[0], title
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), title
 
 
 def compare_bits(

@@ -17,7 +17,15 @@ from simulator.model import model_spec
 from simulator.policy import Policy, SaveLevel, Workload, uniform_policy
 from simulator.program import Kind, Operation, Resource
 from tests.freezing_cases import fitted
-from tests.tiny import make_trainer, master_weights, random_weights, run_steps, state_bits, tiny_config
+from tests.tiny import (
+    assert_same_bits,
+    make_trainer,
+    master_weights,
+    random_weights,
+    run_steps,
+    state_bits,
+    tiny_config,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -96,11 +104,6 @@ def run_bits(trainer: Trainer, batches: list[Batch]) -> tuple[list[tuple[float, 
     return bits
 
 
-def assert_same(found: Any, expected: Any, title: str) -> None:
-    assert found[0] == expected[0], title
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), title
-
-
 @pytest.mark.parametrize(
     ("gradient_format", "clipping", "compiled", "level"),
     [
@@ -121,7 +124,7 @@ def test_policies_give_the_same_bits(gradient_format: str, clipping: str, compil
             continue
         found = run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches)
         expected = expected or found
-        assert_same(found, expected, title)
+        assert_same_bits(found, expected, title)
 
 
 @pytest.mark.parametrize(("compiled", "level"), [(False, "input"), (True, "keep"), (True, "budget_50")])
@@ -140,7 +143,9 @@ def test_one_micro_batch_gives_the_same_bits_under_all_policies(compiled: bool, 
         "more slabs": uniform(optimizer="host", gradient_slabs=3),
         "streamed states": uniform(weights="host", optimizer="streamed"),
     }.items():
-        assert_same(run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches), expected, title)
+        assert_same_bits(
+            run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches), expected, title
+        )
 
 
 def waiting_policies(config: dict[str, Any], workload: Workload) -> dict[str, Policy]:
@@ -160,7 +165,9 @@ def test_inputs_that_wait_on_the_host_give_the_same_bits(compiled: bool, gradien
     on_device = policies(config, workload, "input")["all in HBM"]
     expected = run_bits(make_trainer(config, workload, on_device, weights, device="cuda"), batches)
     for title, policy in waiting_policies(config, workload).items():
-        assert_same(run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches), expected, title)
+        assert_same_bits(
+            run_bits(make_trainer(config, workload, policy, weights, device="cuda"), batches), expected, title
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -232,7 +239,7 @@ def test_streams_with_random_sleeps_equal_inline_execution(title: str, waits: bo
         slow = {kind: delayed(function) for kind, function in trainer.operations.functions().items()}
         trainer.runner.functions = slow  # type: ignore[attr-defined]
         trainer.runner.worker.functions = slow  # type: ignore[union-attr]
-        assert_same(run_bits(trainer, batches), expected, f"seed {seed}")
+        assert_same_bits(run_bits(trainer, batches), expected, f"seed {seed}")
 
 
 def test_a_failing_host_update_ends_the_run_with_its_own_error() -> None:
@@ -313,7 +320,7 @@ def test_frozen_blocks_stay_and_policies_give_the_same_bits(compiled: bool, leve
         found = ([(r.loss, r.gradient_norm) for r in results], state_bits(trainer))
         trainer.close()
         expected = expected or found
-        assert_same(found, expected, title)
+        assert_same_bits(found, expected, title)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

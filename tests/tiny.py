@@ -133,3 +133,11 @@ def state_bits(trainer: Trainer) -> list[Tensor]:
             if plane is not None:
                 planes.append(plane.detach().cpu().view(torch.uint8).clone())
     return planes
+
+
+Bits = tuple[list[tuple[float, float]], list[torch.Tensor]]  # losses with norms, and the state
+
+
+def assert_same_bits(found: Bits, expected: Bits, title: str) -> None:
+    assert found[0] == expected[0], title
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), title
