@@ -7,7 +7,8 @@ The order of one step, and why:
    follows its gradient at once, inside the backward. What updates take and where their state comes from is in
    simulator/updates.py.
 2. For each group of micro-batches: forward block by block, every micro-batch of the group in a block before the next
-   block (weights arrive once a group), loss, backward in reverse. Micro-batches always ascend, so that sums of
+   block (weights arrive once a group), loss, backward in reverse. Depth-first layers, the topmost, each micro-batch
+   passes forward and back, through the loss, before the next one does. Micro-batches always ascend, so that sums of
    gradients do not depend on the grouping.
 3. In the last group a block's gradient is finished (rounded once, squared norm) as soon as it is complete, and leaves
    for its home.
@@ -20,7 +21,7 @@ Weights that stream are loaded `prefetch_depth` visits ahead into slots. A slot 
 top layers are not loaded again at the turn from forward to backward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -49,11 +50,13 @@ Phase = Literal["forward", "recompute", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One passage of a group through a layer: the time for which the layer's weights must be on the device."""
+    """One passage of micro-batches through a layer: the time for which its weights must be on the device."""
 
     phase: Phase
     group: int
     block: int
+    micro_batches: range
+    name: str  # of the passage: the same for all layers that these micro-batches pass in one direction
 
 
 def build(model: ModelSpec, workload: Workload, policy: Policy) -> StepProgram:
@@ -95,11 +98,14 @@ def build_evaluation(model: ModelSpec, workload: Workload, policy: Policy) -> Pr
 
 
 def _evaluate(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
-    micro_batches = _micro_batches(policy.groups)
-    sequence = [Visit("forward", group, block) for group in range(len(policy.groups)) for block in model.layers]
+    sequence = [
+        Visit("forward", group, block, micro_batches, f"forward.{group}")
+        for group, micro_batches in enumerate(_micro_batches(policy.groups))
+        for block in model.layers
+    ]
     slots, loads_at = _loads(sequence, policy, len(placement.slots))
     for index, visit in enumerate(sequence):
-        group = micro_batches[visit.group]
+        group = visit.micro_batches
         if visit.block == 1:
             yield from (_load_batch(m, visit.group) for m in group)
             yield from (_embed(m, visit.group) for m in group)
@@ -132,18 +138,25 @@ def _head_weights(model: ModelSpec) -> list[Access]:
 
 
 def visits(model: ModelSpec, policy: Policy) -> list[Visit]:
-    """The passages of groups through layers, in the order of one step."""
-    found = []
-    for group in range(len(policy.groups)):
-        found += [Visit("forward", group, block) for block in model.layers]
-        layers = model.backward_layers
-        segments = [
-            layers[start : start + policy.checkpoint_interval]
-            for start in range(0, len(layers), policy.checkpoint_interval)
-        ]
-        for segment in reversed(segments):
-            found += [Visit("recompute", group, block) for block in segment[:-1]]
-            found += [Visit("backward", group, block) for block in reversed(segment)]
+    """The passages of micro-batches through layers, in the order of one step."""
+    found: list[Visit] = []
+    lowest = model.num_layers + 1 - policy.depth_first_layers  # of the depth-first layers
+
+    def add(phase: Phase, group: int, blocks: Iterable[int], micro_batches: range, piece: str = "") -> None:
+        found.extend(Visit(phase, group, block, micro_batches, f"{phase}.{group}{piece}") for block in blocks)
+
+    for group, micro_batches in enumerate(_micro_batches(policy.groups)):
+        add("forward", group, (block for block in model.layers if block < lowest), micro_batches)
+        backward = [block for block in model.backward_layers if block >= lowest]
+        for m in micro_batches if policy.depth_first_layers else ():
+            alone = range(m, m + 1)
+            add("forward", group, (block for block in model.layers if block >= lowest), alone, f".{m}")
+            add("backward", group, reversed(backward), alone, f".{m}")
+        layers = [block for block in model.backward_layers if block < lowest]
+        for start in reversed(range(0, len(layers), policy.checkpoint_interval)):
+            segment = layers[start : start + policy.checkpoint_interval]
+            add("recompute", group, segment[:-1], micro_batches)
+            add("backward", group, reversed(segment), micro_batches)
     return found
 
 
@@ -190,7 +203,7 @@ def _loads_before(
 ) -> Iterator[Operation]:
     for ready in loads_at.get(index, []):
         visit = sequence[ready]
-        yield load_weights(f"device.slot.{slots[ready]}", visit.block, f"{visit.phase}.{visit.group}")
+        yield load_weights(f"device.slot.{slots[ready]}", visit.block, visit.name)
 
 
 def _next_use(block: int | None, uses: dict[int, list[int]]) -> float:
@@ -205,38 +218,37 @@ def _step(model: ModelSpec, policy: Policy, placement: Placement, *, pending: bo
         yield from pending_updates(model, policy, placement, turns)
     # Resident weights that the host has updated come back in the first group's forward, in order of need.
     returning = [block for block in range(model.num_blocks) if pending and returns(policy, block)]
-    micro_batches = _micro_batches(policy.groups)
+    last = policy.num_micro_batches - 1
 
     for index, visit in enumerate(sequence):
-        group = micro_batches[visit.group]
-        opens_group = visit.phase == "forward" and visit.block == 1
-        if opens_group:
-            yield from (_load_batch(m, visit.group) for m in group)
+        micro_batches, group = visit.micro_batches, visit.group
+        enters = visit.phase == "forward" and visit.block == 1
+        if enters:
+            yield from (_load_batch(m, group) for m in micro_batches)
         while returning and returning[0] <= visit.block + policy.prefetch_depth:
             yield load_resident(returning.pop(0))
-        if opens_group:
-            yield from (_embed(m, visit.group) for m in group)
+        if enters:
+            yield from (_embed(m, group) for m in micro_batches)
         if pending:
             yield from updates_before(index, policy, placement, turns)
         yield from _loads_before(index, sequence, slots, loads_at)
         yield from states_before(index, placement, turns, pending=pending)
         weights = f"device.slot.{slots[index]}" if slots[index] >= 0 else placement.weights[visit.block]
-        for m in group:
+        for m in micro_batches:
             yield _layer_operation(visit, m, weights, policy, placement)
 
-        last_group = visit.group == len(policy.groups) - 1
         if visit.phase == "forward" and visit.block == model.num_layers:
             yield from (load_resident(block) for block in returning)
             returning = []
-            yield from (_loss(model, m, visit.group, placement) for m in group)
-            if last_group:
+            yield from (_loss(model, m, group, placement) for m in micro_batches)
+            if last in micro_batches:
                 yield from completed(policy, placement, turns, model.head)
         if visit.phase == "backward":
-            if last_group:
+            if last in micro_batches:
                 yield from completed(policy, placement, turns, visit.block)
             if visit.block == 1 and placement.accumulators[0]:
-                yield from (_embed_backward(m, visit.group, placement) for m in group)
-                if last_group:
+                yield from (_embed_backward(m, group, placement) for m in micro_batches)
+                if last in micro_batches:
                     yield from completed(policy, placement, turns, 0)
     norms = tuple(_same(f"device.norm.{block}") for block in model.trained_blocks)
     if policy.clipping == "global":
@@ -251,13 +263,14 @@ def _state_turns(
     model: ModelSpec, policy: Policy, sequence: Sequence[Visit], loads_at: Mapping[int, list[int]]
 ) -> StateTurns:
     """Where in a step streamed states come and go, from where updated weights are needed first."""
-    last = len(policy.groups) - 1
+    last = policy.num_micro_batches - 1
     loaded_at = {ready: at for at, loads in loads_at.items() for ready in loads}
     needed_at: dict[int, int] = {}
     for index, visit in enumerate(sequence):
         needed_at.setdefault(visit.block, loaded_at.get(index, index))
-    forward = [index for index, visit in enumerate(sequence) if visit.group == last and visit.phase == "forward"]
-    backward = [index for index, visit in enumerate(sequence) if visit.group == last and visit.phase != "forward"]
+    ending = [index for index, visit in enumerate(sequence) if last in visit.micro_batches]
+    forward = [index for index in ending if sequence[index].phase == "forward"]
+    backward = [index for index in ending if sequence[index].phase != "forward"]
     return state_turns(model, policy, needed_at=needed_at, forward=forward, backward=backward)
 
 

@@ -36,7 +36,6 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
     elements = [model.block(block).num_elements for block in range(model.num_blocks)]
     same_format = completed_bytes == precision.accumulator
     written_once = gradients_written_once(workload, policy)
-    one_group = len(policy.groups) == 1
     buffers: dict[str, Buffer] = {}
 
     def add(name: str, tier: Tier, role: Role, num_bytes: int, block: int = -1) -> str:
@@ -71,9 +70,10 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
             add(f"host.gradient.{block}", Tier.HOST, Role.GRADIENT, count * completed_bytes, block)
 
         slab = slab_of.get(block, "")
-        if one_group and (same_format or (written_once and block in model.layers)):
+        at_once = summed_at_once(model, policy, block)
+        if at_once and (same_format or (written_once and block in model.layers)):
             accumulator = gradient = slab or f"device.gradient.{block}"
-        elif one_group:
+        elif at_once:
             shared_accumulator = max(shared_accumulator, count * precision.accumulator)
             accumulator = "device.accumulator"
             gradient = slab or f"device.gradient.{block}"
@@ -140,6 +140,12 @@ def place(model: ModelSpec, workload: Workload, policy: Policy) -> Placement:
         tied_accumulator=tied,
         lowest=model.trained_blocks[0],
     )
+
+
+def summed_at_once(model: ModelSpec, policy: Policy, block: int) -> bool:
+    """Whether all micro-batches of a step pass a block's backward one after the other, so that one sum serves many."""
+    one_pass = not policy.depth_first(block, model.num_layers) or policy.num_micro_batches == 1
+    return len(policy.groups) == 1 and one_pass
 
 
 def gradients_written_once(workload: Workload, policy: Policy) -> bool:

@@ -83,6 +83,10 @@ class Policy(Schema):
 
     micro_batch_rows: int = pydantic.Field(gt=0)
     groups: tuple[int, ...] = pydantic.Field(min_length=1)  # micro-batches in each consecutive group
+    # The topmost layers, which each micro-batch of a group passes forward and back before the next one does. What they
+    # save is one micro-batch's, so they need not recompute; their gradients are summed all the while. Left out of
+    # hashes where there are none.
+    depth_first_layers: int = pydantic.Field(default=0, ge=0, exclude_if=lambda n: n == 0)
     weight_homes: tuple[Home, ...]  # device: resident in HBM; host: streamed through slots
     prefetch_depth: int = pydantic.Field(default=1, ge=1)  # layers loaded ahead; slots = depth + 1
     save_levels: tuple[SaveLevel, ...]  # one a layer
@@ -108,6 +112,10 @@ class Policy(Schema):
     def num_micro_batches(self) -> int:
         return sum(self.groups)
 
+    def depth_first(self, block: int, num_layers: int) -> bool:
+        """Whether micro-batches pass a block one after the other, forward and back: top layers, then head and loss."""
+        return self.depth_first_layers > 0 and block > num_layers - self.depth_first_layers
+
     def kept_input(self, layer: int, first: int = 1) -> bool:
         """Whether the input of block `layer` (1-based) waits for the backward: a checkpoint.
 
@@ -129,6 +137,7 @@ def uniform_policy(
     gradients: Home | None = None,
     prefetch_depth: int = 1,
     checkpoint_interval: int = 1,
+    depth_first_layers: int = 0,
     gradient_slabs: int = 2,
     state_slots: int = MIN_STATE_SLOTS,
     state_pace: int = 1,
@@ -147,6 +156,7 @@ def uniform_policy(
     return Policy(
         micro_batch_rows=micro_batch_rows,
         groups=tuple(groups),
+        depth_first_layers=depth_first_layers,
         weight_homes=weight_homes,
         prefetch_depth=prefetch_depth,
         save_levels=(save_level,) * layers,
@@ -190,6 +200,10 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
         )
     if min(policy.groups) < 1:
         raise InputError(f"policy.groups: every group has at least one micro-batch, not {policy.groups}")
+    if policy.depth_first_layers > model.num_layers:
+        raise InputError(
+            f"policy.depth_first_layers: {policy.depth_first_layers}, but the model has {model.num_layers} layers"
+        )
     if workload.micro_batch_rows not in (None, policy.micro_batch_rows):
         raise InputError(
             f"policy.micro_batch_rows: {policy.micro_batch_rows}, but the workload pins {workload.micro_batch_rows}"
@@ -226,6 +240,11 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
         )
     if policy.checkpoint_interval > 1 and set(policy.save_levels) != {"input"}:
         raise UnsupportedChoice("policy.checkpoint_interval: more than 1 needs save level 'input' in every layer")
+    if policy.checkpoint_interval > 1 and policy.depth_first_layers:
+        raise UnsupportedChoice(
+            "policy.depth_first_layers: layers that keep no input cannot pass micro-batches one after the other; use "
+            "checkpoint_interval 1 or no depth-first layers"
+        )
     trained = set(model.trained_blocks)
     for block in range(model.num_blocks):
         where = f"block {block}"
