@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from planner.alternatives import Restriction, all_on_host, all_streamed, best_restricted, held, only_level
 from planner.branch import IMPROVEMENT_OPERATIONS
-from planner.coefficients import Outline
 from planner.formulation import Formulation
-from planner.outlines import outlines
+from planner.outlines import Outline, outlines
 from planner.plan import Plan
 from planner.search import GREEDY, promises
 from planner.task import Task

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.branch import Found, Search
-from planner.coefficients import Outline
 from planner.explain import level_words
 from planner.formulation import Formulation
 from planner.mip import Linear, total
-from planner.outlines import outlines
+from planner.outlines import Outline, outlines
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.search import GREEDY
@@ -105,9 +104,14 @@ def _kinds(plan: Plan, task: Task) -> Iterator[_Kind]:
         pinned = f", not {policy.micro_batch_rows} as asked for" if task.workload.micro_batch_rows else ""
         yield _Kind("another micro-batch size", others, detail=lambda p: f": {p.micro_batch_rows} rows{pinned}")
     if len(policy.groups) > 1:
-        yield _Kind("one group: the whole batch passes a layer at a time", [o for o in same if len(o.groups) == 1])
+        yield _Kind(
+            "one group: the whole batch passes a layer at a time",
+            [o for o in same if len(o.groups) == 1 and not o.depth_first],
+        )
     if max(policy.groups) > 1:
         yield _Kind("groups of one micro-batch", [o for o in same if max(o.groups) == 1])
+    if policy.depth_first_layers:
+        yield _Kind("no depth-first layers", [o for o in same if not o.depth_first])
     trained = set(model.trained_blocks)
     if any(policy.optimizer_homes[block] != "host" for block in trained):
         yield _Kind("all gradients and updates on the host", same, (all_on_host,))
@@ -118,7 +122,8 @@ def _kinds(plan: Plan, task: Task) -> Iterator[_Kind]:
     if any(policy.optimizer_homes[block] != "device" for block in trained):
         yield _Kind("everything on the device", same, (Formulation.keep_on_device,))
     if len({policy.save_levels[layer - 1] for layer in model.backward_layers}) > 1:
-        levels = dict.fromkeys(level for outline in same for level in problem.coefficients(outline).levels)
+        plain = [outline for outline in same if not outline.depth_first]
+        levels = dict.fromkeys(level for outline in plain for level in problem.coefficients(outline).levels)
         restrictions = tuple(only_level(level) for level in levels)
         lowest = model.backward_layers[0] - 1
         yield _Kind(

@@ -7,11 +7,11 @@ ours: a baseline says what a system's placement is worth, not how its code perfo
 from collections.abc import Iterator
 
 from planner.branch import Search
-from planner.coefficients import Keeping, Outline
 from planner.formulation import Formulation
+from planner.keeping import Keeping
 from planner.layout import lay_out
 from planner.memory_rows import GB
-from planner.outlines import micro_batch_sizes
+from planner.outlines import Outline, micro_batch_sizes
 from planner.plan import Baseline
 from planner.problem import Problem
 from planner.variables import Decisions, admissible

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from planner.coefficients import Outline
 from planner.formulation import Formulation
 from planner.greedy import greedy, promise
 from planner.layout import Way, policies, swaps, ways
 from planner.least_memory import TIERS, least_memory
 from planner.memory_rows import Budget
 from planner.neighbours import neighbours
+from planner.outlines import Outline
 from planner.problem import Problem
 from planner.solve import solve
 from planner.variables import Decisions, policy_decisions
@@ -163,7 +163,7 @@ class Search:
             self._push(Entry(outline, self.bounds[outline]))
         if self.best is not None:
             policy = self.best[0]
-            outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+            outline = Outline.of(policy)
             self._queue_neighbours(outline, policy_decisions(self.problem.coefficients(outline), policy))
 
     def _promising(self) -> list[Outline]:

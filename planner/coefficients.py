@@ -7,48 +7,25 @@ bytes are data there. Prices come from the simulator's Pricing and sizes from it
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
+from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, allowed_levels, depth_first, save_level
+from planner.outlines import Outline
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
 from simulator.placement import micro_batch_bytes, place
 from simulator.policy import (
-    EAGER_SAVE_LEVELS,
     HEAD_CHUNK_TOKENS,
     MIN_STATE_SLOTS,
-    SAVE_LEVELS,
     Home,
     OptimizerHome,
     Policy,
-    SaveLevel,
     Workload,
 )
 from simulator.program import Buffer, Kind, Operation, Resource, Role, Tier
 from simulator.replay import Price, Sharing
 
 GRADIENT_SLABS = 2
-
-# How a layer keeps what its backward needs: a save level, whose activations wait on the device or on the host.
-Keeping = SaveLevel | Literal["input_on_host"]
-# Of those on the host, the save level.
-ON_HOST: dict[Keeping, SaveLevel] = {"input_on_host": "input"}
-
-
-def save_level(keeping: Keeping) -> SaveLevel:
-    """The save level of a way to keep."""
-    return ON_HOST.get(keeping) or cast(SaveLevel, keeping)
-
-
-class Outline(NamedTuple):
-    """What is enumerated: rows of a micro-batch, micro-batches in each group, every how manyth layer input is kept."""
-
-    micro_batch_rows: int
-    groups: tuple[int, ...]
-    checkpoint_interval: int = 1
-
-    @property
-    def num_micro_batches(self) -> int:
-        return sum(self.groups)
 
 
 class Prices(Protocol):
@@ -160,6 +137,19 @@ class Coefficients:
         tokens = self.outline.micro_batch_rows * self.workload.sequence_length
         return tokens * self.model.hidden_size * PRECISIONS[self.workload.precision].weight
 
+    def passes(self, key: tuple[int, Keeping], group: int) -> int:
+        """How many of a group's micro-batches pass a layer one after the other, before the next layer's turn."""
+        return 1 if key[1] in DEPTH_FIRST else group
+
+    def losses(self, group: int) -> int:
+        """How many of a group's micro-batches pass the head between its last forward and its next backward."""
+        return 1 if self.outline.depth_first else group
+
+    @property
+    def leaves_from_sums(self) -> bool:
+        """Whether a depth-first layer's gradient goes to the host from where it is summed, and not through a slab."""
+        return self.outline.depth_first and not self.memory.depth_first_bytes
+
     def waiting_bytes(self, key: tuple[int, Keeping]) -> int:
         """What one micro-batch leaves on the device between a layer's forward and its backward."""
         return 0 if key[1] in ON_HOST else self.hidden_bytes + self.level_costs[key].kept_bytes
@@ -234,6 +224,7 @@ def base_policy(
         prefetch_depth=prefetch_depth,
         save_levels=tuple(save_level(how) for how in keeping),
         checkpoint_interval=outline.checkpoint_interval,
+        depth_first_layers=sum(how in DEPTH_FIRST for how in keeping),
         activation_homes=tuple("host" if how in ON_HOST else "device" for how in keeping),
         gradient_homes=tuple(gradients),
         gradient_slabs=GRADIENT_SLABS,
@@ -247,24 +238,11 @@ def base_policy(
     )
 
 
-def allowed_levels(workload: Workload, outline: Outline, measured: frozenset[str] = frozenset()) -> tuple[Keeping, ...]:
-    """Ways to keep that a layer may take: all six levels compiled, the two ends eager; with sparse checkpoints 'input'.
-
-    What 'input' keeps may wait on the host.
-
-    Where both ends were `measured`, those that were not are left out: a roofline among measured prices would win or
-    lose by its own error. A table with fewer comes from runs, which tell nothing of the levels they did not use.
-    """
-    if outline.checkpoint_interval > 1:
-        return ("input", "input_on_host")
-    levels: tuple[SaveLevel, ...] = tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
-    if measured >= {levels[0], levels[-1]}:
-        levels = tuple(level for level in levels if level in measured)
-    return (*levels, *(how for how, level in ON_HOST.items() if level in levels))
-
-
 class MemoryTable(NamedTuple):
-    """Persistent bytes under one way of grouping, as a sum: fixed, a share a block on the host, slabs and slots."""
+    """Persistent bytes under one way of grouping, as a sum: fixed, a share a block on the host, slabs and slots.
+
+    A depth-first layer adds its own sum of gradients; one that is updated on the host adds to the share of that.
+    """
 
     device_fixed_bytes: int  # all optimizers on the device, all weights resident
     host_fixed_bytes: int
@@ -273,6 +251,8 @@ class MemoryTable(NamedTuple):
     slab_bytes: int  # one slab; 0 where gradients leave from the buffers they are summed in
     slot_bytes: int  # one slot
     state_slot_bytes: int  # one slot for a streamed state
+    depth_first_bytes: int = 0
+    depth_first_host_bytes: int = 0
 
 
 class CoefficientTable:
@@ -288,7 +268,7 @@ class CoefficientTable:
         self.model, self.workload, self.prices_of, self.measured_levels = model, workload, prices_of, measured_levels
         self._first_of_kind = {model.kind_of_block[block]: block for block in reversed(range(model.num_blocks))}
         self._by_rows: dict[int, Coefficients] = {}
-        self._memory: dict[tuple[bool, bool], MemoryTable] = {}
+        self._memory: dict[tuple[bool, bool, bool], MemoryTable] = {}
 
     def of(self, outline: Outline) -> Coefficients:
         """The coefficients of one outline."""
@@ -309,7 +289,8 @@ class CoefficientTable:
         """Coefficients of one micro-batch size; grouping and checkpoint interval do not change them."""
         model = self.model
         prices = self.prices_of(base_policy(model, self.workload, outline))
-        levels = allowed_levels(self.workload, Outline(outline.micro_batch_rows, outline.groups), self.measured_levels)
+        every = Outline(outline.micro_batch_rows, outline.groups, depth_first=True)
+        levels = allowed_levels(self.workload, every, self.measured_levels)
         layer_kinds = sorted({model.kind_of_block[block] for block in model.layers})
         own_clips = self.workload.clipping != "global"
         blocks = {kind: _block_costs(prices, model, block, own_clips) for kind, block in self._first_of_kind.items()}
@@ -347,7 +328,7 @@ class CoefficientTable:
 
     def _memory_table(self, outline: Outline) -> MemoryTable:
         # Where gradients are summed depends on no more of an outline.
-        sums = len(outline.groups) == 1, sum(outline.groups) == 1
+        sums = len(outline.groups) == 1, sum(outline.groups) == 1, outline.depth_first
         if sums not in self._memory:
             self._memory[sums] = self._place_variations(outline)
         return self._memory[sums]
@@ -361,8 +342,12 @@ class CoefficientTable:
             host: frozenset[int] = frozenset(),
             streamed: frozenset[int] = frozenset(),
             by_link: frozenset[int] = frozenset(),
+            num_depth_first: int = int(outline.depth_first),
         ) -> list[Buffer]:
-            policy = base_policy(model, self.workload, outline, host=host, streamed=streamed, by_link=by_link)
+            levels = dict.fromkeys(model.layers[model.num_layers - num_depth_first :], depth_first("input"))
+            policy = base_policy(
+                model, self.workload, outline, host=host, streamed=streamed, by_link=by_link, levels=levels
+            )
             return list(place(model, self.workload, policy).buffers.values())
 
         def in_tier(tier: Tier, placed: list[Buffer]) -> int:
@@ -370,6 +355,11 @@ class CoefficientTable:
             return sum(b.num_bytes for b in placed if b.tier == tier and b.role not in shared)
 
         none, streams = buffers(), buffers(layers, layers)
+        own_sum = on_host = 0
+        if outline.depth_first:
+            own_sum = in_tier(Tier.DEVICE, buffers(num_depth_first=2)) - in_tier(Tier.DEVICE, none)
+            lower, top = (in_tier(Tier.DEVICE, buffers(frozenset([layer]))) for layer in (1, model.num_layers))
+            on_host = top - lower
         slabs = [b.num_bytes for b in streams if b.role is Role.SLAB]
         device, host = in_tier(Tier.DEVICE, none), in_tier(Tier.HOST, none)
         weights = {b.block: b.num_bytes for b in none if b.role is Role.WEIGHTS}
@@ -387,13 +377,15 @@ class CoefficientTable:
             of_kind[kind] = moved(buffers(host=frozenset([block])), block)
             state_of_kind[kind] = moved(buffers(by_link=frozenset([block])), block)
         return MemoryTable(
-            device_fixed_bytes=device,
+            device_fixed_bytes=device - own_sum,
             host_fixed_bytes=host,
             block_bytes=tuple(of_kind[kind] for kind in model.kind_of_block),
             state_bytes=tuple(state_of_kind[kind] for kind in model.kind_of_block),
             slab_bytes=max(slabs, default=0),
             slot_bytes=next(b.num_bytes for b in streams if b.role is Role.SLOT),
             state_slot_bytes=max(state_slots, default=0),
+            depth_first_bytes=own_sum,
+            depth_first_host_bytes=on_host,
         )
 
 

@@ -112,6 +112,9 @@ def _decisions(plan: Plan) -> Table:
         ("save levels", _runs([level_words(level) for level in policy.save_levels], "{}", first=1)),
         ("optimizer", _runs(_updated(plan, on), "{}")),
     ]
+    if policy.depth_first_layers:
+        lowest = plan.model.num_layers + 1 - policy.depth_first_layers
+        rows.append(("depth first", f"{lowest}-{plan.model.num_layers}: each micro-batch forward and back"))
     if "host" in policy.weight_homes:
         rows.append(("prefetch", f"{policy.prefetch_depth} layers ahead"))
     if "streamed" in policy.optimizer_homes:

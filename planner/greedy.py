@@ -4,8 +4,8 @@ It minimises what a plan is over its limits first, then the relaxed step. It fin
 proves nothing; its plans are replayed like all others.
 """
 
-from planner.coefficients import ON_HOST
 from planner.formulation import Formulation
+from planner.keeping import DEPTH_FIRST, ON_HOST, depth_first, save_level
 from planner.neighbours import neighbours
 from planner.variables import Decisions, admissible
 
@@ -26,8 +26,11 @@ def promise(formulation: Formulation) -> tuple[float, float]:
 def _starts(formulation: Formulation) -> list[Decisions]:
     """Everything on the device and everything on the host, each with the least kept."""
     c = formulation.coefficients
-    least = [level for level in c.levels if level not in ON_HOST][-1]
+    least = [level for level in c.levels if level not in ON_HOST and level not in DEPTH_FIRST][-1]
     levels = {(kind, least): len(layers) for kind, layers in c.kinds.items()}
+    if c.outline.depth_first:
+        (kind,) = c.kinds
+        levels |= {(kind, least): levels[kind, least] - 1, (kind, depth_first(save_level(least))): 1}
     everywhere = {kind: len(layers) for kind, layers in c.kinds.items()}
     starts = (
         Decisions(levels, {}, False, False, {}, 0),

@@ -1,11 +1,13 @@
 """Layouts: which layers take what, once the program has decided how many.
 
-Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive.
+Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive;
+depth-first layers are the topmost, in the same order among themselves.
 Of equals those whose inputs wait on the host lie lowest, where an input waits longest.
 Host optimizers lie at the top, where an update has most time before its layer's next forward; below them the layers
 whose state streams, which has the link to itself until then. Or they lie evenly among these, or among all layers: what
 comes over the link, weights in every group's passes and states in the first forward, then has the compute of others
-beside it. Layers with streamed weights lie evenly among the host-updated ones, at their top or at their bottom. Which
+beside it. Or they lie below the depth-first layers, which then have no gradient to round and to keep twice. Layers with
+streamed weights lie evenly among the host-updated ones, at their top or at their bottom. Which
 is best, the replay tells.
 """
 
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Literal, NamedTuple, TypeVar
 
-from planner.coefficients import ON_HOST, Coefficients, Keeping, base_policy
+from planner.coefficients import Coefficients, base_policy
+from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping
 from planner.variables import Decisions
 from simulator.model import ModelSpec
 from simulator.policy import Policy
@@ -22,7 +25,7 @@ from simulator.policy import Policy
 Value = TypeVar("Value")
 
 Streams = Literal["spread", "top", "bottom"]  # where streamed layers lie among the host-updated ones
-Hosts = Literal["top", "among links", "spread"]  # where these lie in the model
+Hosts = Literal["top", "among links", "spread", "below"]  # where these lie in the model; below depth-first layers
 
 
 class Way(NamedTuple):
@@ -41,7 +44,8 @@ def ways(decisions: Decisions) -> list[Way]:
     found = [Way("top", "spread"), Way("top", "top"), Way("top", "bottom")]
     if any(decisions.streamed.values()) or any(decisions.link_layers.values()):
         found = [Way("among links"), Way("spread"), *found]
-    return found
+    # With few of them: at the top they would be depth-first layers all.
+    return [*found, Way("below")] if decisions.num_depth_first else found
 
 
 def policies(coefficients: Coefficients, decisions: Decisions, among: Sequence[Way] = ()) -> dict[Policy, Way]:
@@ -61,11 +65,16 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT
     by_link: set[int] = set()
     for kind, layers in c.kinds.items():
         num_host, num_link = decisions.host_layers.get(kind, 0), decisions.link_layers.get(kind, 0)
-        on_host = _on_host(layers, num_host, num_link, way.hosts)
+        num_streamed, lowest = decisions.streamed.get(kind, 0), c.model.num_layers + 1 - decisions.num_depth_first
+        on_host = _on_host(layers, num_host, num_link, way.hosts, lowest)
+        may_stream = [layer for layer in on_host if layer < lowest]
+        if len(may_stream) < num_streamed:
+            on_host = _on_host(layers, num_host, num_link, "below", lowest)
+            may_stream = [layer for layer in on_host if layer < lowest]
         host |= set(on_host)
         others = [layer for layer in layers if layer not in host]
         by_link |= set(others[len(others) - num_link :])
-        streamed |= set(_CHOICES[way.streams](on_host, decisions.streamed.get(kind, 0)))
+        streamed |= set(_CHOICES[way.streams](may_stream, num_streamed))
     return base_policy(
         c.model,
         c.workload,
@@ -80,8 +89,12 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT
     )
 
 
-def _on_host(layers: list[int], num_host: int, num_link: int, hosts: Hosts) -> list[int]:
-    """Which layers of a kind the host updates."""
+def _on_host(layers: list[int], num_host: int, num_link: int, hosts: Hosts, lowest: int) -> list[int]:
+    """Which layers of a kind the host updates. `lowest`: of the depth-first ones."""
+    if hosts == "below":
+        lower = [layer for layer in layers if layer < lowest]
+        above = layers[len(layers) - max(0, num_host - len(lower)) :]
+        return [*lower[max(0, len(lower) - num_host) :], *above]
     if hosts == "spread":
         return _spread(layers, num_host)
     if hosts == "among links":
@@ -110,7 +123,12 @@ def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:
     found: dict[int, Keeping] = {}
     for kind, layers in c.kinds.items():
         ordered = sorted(
-            c.levels, key=lambda level: (-c.level_costs[kind, level].backward_transient_bytes, level not in ON_HOST)
+            c.levels,
+            key=lambda level: (
+                level in DEPTH_FIRST,
+                -c.level_costs[kind, level].backward_transient_bytes,
+                level not in ON_HOST,
+            ),
         )
         in_order = [level for level in ordered for _ in range(decisions.levels.get((kind, level), 0))]
         if c.outline.checkpoint_interval > 1:
@@ -181,6 +199,8 @@ _CHOICES: dict[Streams, Callable[[list[int], int], list[int]]] = {
 def swaps(model: ModelSpec, policy: Policy) -> Iterator[Policy]:
     """Policies in which two layers exchange how they keep, or all other homes, or only whether they stream."""
     for lower, upper in combinations(model.layers, 2):
+        if policy.depth_first(lower, model.num_layers) != policy.depth_first(upper, model.num_layers):
+            continue
         below, above = model.block(lower), model.block(upper)
         if below.forward_only != above.forward_only or below.trained != above.trained:
             continue  # they do not decide about the same things

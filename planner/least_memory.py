@@ -6,11 +6,10 @@ Found by the same program with memory for its objective, and not replayed: the p
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.coefficients import Outline
 from planner.greedy import greedy
 from planner.layout import lay_out
 from planner.memory_rows import GB
-from planner.outlines import checkpoint_intervals, micro_batch_sizes
+from planner.outlines import Outline, checkpoint_intervals, micro_batch_sizes
 from planner.problem import Problem
 from planner.solve import solve
 from simulator.placement import micro_batch_bytes

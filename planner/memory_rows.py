@@ -1,14 +1,17 @@
 """Memory rows: what a policy takes in each tier, as limits on the decisions.
 
 Persistent buffers are sums over blocks, as the simulator's placement lays them out. What passes through a step peaks
-in its largest group, at the turn from forward to backward or in a backward soon after. The rows are exact for save
+in its largest group, at the turn from forward to backward or in a backward soon after. Depth-first layers hold one
+micro-batch's share of that; beside it the inputs of the lowest of them, or their gradients, are there for the whole
+group, as the head's are where no layer is depth-first. The rows are exact for save
 levels laid out by the bytes their backward takes, the largest at the bottom of the model, where fewest other layers are
 still alive; any other layout takes at least as much.
 """
 
 from dataclasses import dataclass
 
-from planner.coefficients import ON_HOST, Coefficients, Keeping
+from planner.coefficients import Coefficients
+from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.variables import Variables
 from simulator.predict import ALLOCATOR_SLACK
@@ -54,6 +57,8 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
     persistent += memory.slab_bytes / GB * variables.slabs + memory.slot_bytes / GB * variables.slots
     persistent += memory.state_slot_bytes / GB * variables.state_slots
     persistent += c.hidden_bytes / GB * variables.stages
+    persistent += memory.depth_first_bytes / GB * variables.depth_first
+    persistent += memory.depth_first_host_bytes / GB * variables.depth_first_host
     passing = mip.quantity("passing_gb")
     if c.outline.checkpoint_interval == 1:
         _add_passing(mip, c, variables, passing)
@@ -76,7 +81,7 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
     # The head's inputs give way to their gradients one by one, so there is one more than micro-batches.
     turn = (group + 1) * hidden + batches
     alive = {
-        key: group * c.waiting_bytes(key) / GB * count
+        key: c.passes(key, group) * c.waiting_bytes(key) / GB * count
         for key, count in variables.levels.items()
         if key[0] in c.backward_kinds
     }
@@ -101,7 +106,8 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
     for name, fixed in (("backward", turn), ("forward", group * hidden + batches)):
         transient = {key: getattr(c.level_costs[key], f"{name}_transient_bytes") / GB for key in alive}
         below: list[Linear] = []
-        for key in sorted(alive, key=lambda key: (-transient[key], key[1] not in ON_HOST)):
+        # In the pass of a depth-first one all below these are alive, in the pass of another one no depth-first layer.
+        for key in sorted(alive, key=lambda key: (key[1] in DEPTH_FIRST, -transient[key], key[1] not in ON_HOST)):
             below.append(alive[key])
             peak = total(below) + (fixed + transient[key]) * used[key]
             mip.at_least(f"memory in the {name} of kind {key[0]} at level {key[1]}", passing, peak)

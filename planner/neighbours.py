@@ -43,7 +43,9 @@ def _level_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator
             for target in c.levels:
                 if target != source:
                     levels = _moved(_moved(decisions.levels, (kind, source), -count), (kind, target), count)
-                    yield replace(decisions, levels=levels)
+                    moved = replace(decisions, levels=levels)
+                    if not c.outline.depth_first or 0 < moved.num_depth_first < c.model.num_layers:
+                        yield moved
 
 
 def _home_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator[Decisions]:

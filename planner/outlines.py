@@ -3,26 +3,62 @@
 Cuts into groups are as even as can be, larger groups first. A first group that is larger than all others takes as much
 memory at its peak as an even cut with groups of its size, gives updates the same window, and loads streamed weights
 more often: the even cut is never worse, so cuts like 3,1,1,1 are left out.
+
+Depth-first layers are for one group: with several, all layers have sums of their own anyway, and groups of one
+micro-batch are depth-first from the lowest layer to the head. How many there are the program decides.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from planner.coefficients import Outline
 from simulator.model import ModelSpec
-from simulator.policy import Workload
+from simulator.policy import Policy, Workload
 
 # Every choice below this; above it a few: what they differ in changes little.
 DENSE = 8
 
 
+class Outline(NamedTuple):
+    """What is enumerated: rows of a micro-batch, micro-batches in each group, every how manyth layer input is kept.
+
+    And whether the topmost layers are depth-first: at least one, and not all.
+    """
+
+    micro_batch_rows: int
+    groups: tuple[int, ...]
+    checkpoint_interval: int = 1
+    depth_first: bool = False
+
+    @classmethod
+    def of(cls, policy: Policy) -> "Outline":
+        """The outline that a policy belongs to."""
+        depth_first = policy.depth_first_layers > 0
+        return cls(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval, depth_first)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return sum(self.groups)
+
+
 def outlines(model: ModelSpec, workload: Workload) -> list[Outline]:
     """Every outline that the search considers."""
-    return [
+    sizes = micro_batch_sizes(workload)
+    found = [
         Outline(rows, groups, interval)
-        for rows in micro_batch_sizes(workload)
+        for rows in sizes
         for groups in cuts(workload.rows_per_step // rows)
         for interval in checkpoint_intervals(max(1, len(model.backward_layers)))
     ]
+    if may_be_depth_first(model):
+        numbers = {rows: workload.rows_per_step // rows for rows in sizes}
+        found += [Outline(rows, (number,), depth_first=True) for rows, number in numbers.items() if number > 1]
+    return found
+
+
+def may_be_depth_first(model: ModelSpec) -> bool:
+    """Whether depth-first layers are considered: where all layers are alike, so that counts say which they are."""
+    one_kind = len({model.kind_of_block[layer] for layer in model.layers}) == 1
+    return one_kind and model.num_layers > 1 and model.block(1).trained
 
 
 def checkpoint_intervals(num_layers: int) -> list[int]:

@@ -2,9 +2,10 @@
 
 from copy import copy
 
-from planner.coefficients import Coefficients, CoefficientTable, Outline
+from planner.coefficients import Coefficients, CoefficientTable
 from planner.formulation import Formulation
 from planner.memory_rows import Budget
+from planner.outlines import Outline
 from planner.plan import Limits
 from simulator.costs import OperationCosts, Pricing
 from simulator.hardware import HardwareProfile

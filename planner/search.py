@@ -6,9 +6,9 @@ from typing import Any
 
 from planner.baselines import baselines
 from planner.branch import Found, Search
-from planner.coefficients import Outline, base_policy
+from planner.coefficients import base_policy
 from planner.infeasible import explain_infeasible
-from planner.outlines import outlines
+from planner.outlines import Outline, outlines
 from planner.plan import Baseline, Bound, Limits, Plan, SolverReport, plan_inputs
 from planner.problem import Problem
 from planner.solve import TIME_LIMIT_SECONDS, solver_failure, solver_version

@@ -10,6 +10,8 @@ takes at least as long as any one resource needs for what must happen within it:
   first group. Updates run low blocks first, then loads, then the forward: a flow shop with a row for every block.
 - States that stream: when updates begin, the slots hold that many. All others come in the piece of the updates, each
   after another one has been updated and has left.
+- Depth-first layers: but for the first micro-batch's forward and the last one's backward, their passes come between a
+  group's first and last loss.
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
 - Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
 - Inputs that wait on the host: in a piece all but one have left, or all but the stages' come back.
@@ -107,6 +109,8 @@ class _TimeRows:
             work = self.work.backwards(group) + self.work.recomputes(group)
             self._add_piece(piece, f"backward of {group}", edge, work, group, "backward")
             middle.append(count * piece)
+        if c.outline.depth_first:
+            middle.append(self.work.turns(groups[0]) + (groups[0] - 1) * c.loss.seconds)
         last = self._last_backward()
         tail = groups[-1] * c.embed_backward.seconds + c.block_costs[0].finish_seconds
         embedding_complete = total(middle) + last + tail
@@ -167,7 +171,7 @@ class _TimeRows:
             # The weights of host-updated layers come in this piece too, each after its update.
             weights = self._layers_sum(lambda costs: costs.load.seconds)
             moved = self.work.host_sum(lambda costs: costs.update_host.dram_bytes + costs.load.dram_bytes)
-            after = group * min(self._seconds("forward"))
+            after = c.losses(group) * min(self._seconds("forward"))
             add_later_states(
                 mip, c, self.variables, first, "first forward", after=after, weights=weights, moved_bytes=moved
             )
@@ -181,17 +185,18 @@ class _TimeRows:
         if not c.delayed:
             embedding = c.block_costs[0].update_device_seconds * (1.0 - self.variables.embedding)
             work += self.work.device_updates - embedding
-        self._add_piece(last, "last backward", group * c.loss.seconds, work, group, "backward")
+        losses = c.losses(group)
+        self._add_piece(last, "last backward", losses * c.loss.seconds, work, group, "backward")
         if not c.delayed:
-            completes = group * (c.loss.seconds + min(self._seconds("backward")))
+            completes = losses * (c.loss.seconds + min(self._seconds("backward")))
             add_later_states(mip, c, self.variables, last, "last backward", before=completes)
-        if c.memory.slab_bytes:
+        if c.memory.slab_bytes and not c.leaves_from_sums:
             stores = [c.block_costs[layers[0]].store.seconds for layers in c.kinds.values()]
             left = self._layers_sum(lambda costs: costs.store.seconds) - GRADIENT_SLABS * max(stores)
             reload = self._returning(lambda costs: costs.load.seconds)
             mip.at_least("last backward: stores", last, left + self.work.both * reload)
             # Stores may go on beside the compute after the last load: there they slow none.
-            around, beside = self._around_loads(group * c.loss.seconds, group, "backward"), left
+            around, beside = self._around_loads(losses * c.loss.seconds, group, "backward"), left
             if around.terms:
                 beside -= group * min(self._seconds("backward"))
             mip.at_least("last backward: loads beside stores", last, reload + around + self.work.both * beside)
@@ -242,7 +247,7 @@ class _TimeRows:
         updates = updated + self._layers_sum(lambda costs: costs.update_host.seconds)
         loads = self._layers_sum(lambda costs: costs.load.seconds)
         update, load = (self.work.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
-        rest = group * min(self._seconds("forward")) * v.any_layer
+        rest = c.losses(group) * min(self._seconds("forward")) * v.any_layer
         # All loads but the last run beside updates and slow them, or come after them.
         last, before = load * v.any_layer, embedding.load.seconds * v.embedding + loads
         row("the topmost layer: updates", self.work.updates_beside_loads(updates, before - last) + last, rest)
@@ -263,7 +268,7 @@ class _TimeRows:
         c, v = self.c, self.variables
         first = c.outline.groups[0]
         forwards, slowest = self.work.forwards(first), first * max(self._seconds("forward"))
-        one_forward = first * min(self._seconds("forward")) * v.any_layer
+        one_forward = c.losses(first) * min(self._seconds("forward")) * v.any_layer
         stored = self._stored()
         update, load = (self.work.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
         embedding = c.block_costs[0]
@@ -288,7 +293,7 @@ class _TimeRows:
             row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
         else:
             # Updates follow gradients from the top down: those of the layers above come first.
-            last = c.outline.groups[-1]
+            last = c.losses(c.outline.groups[-1])
             complete = last * c.loss.seconds + last * min(self._seconds("backward")) * v.any_layer
             store = self.work.least(lambda costs: costs.store.seconds)
             chain = updates + (store + load) * v.any_layer
@@ -311,7 +316,7 @@ class _TimeRows:
         """From the last group's first loss to the gradient of a layer with at most `below` layers below it."""
         last = self.c.outline.groups[-1]
         left = last * max(self._seconds("backward")) * below
-        turn = last * self.c.loss.seconds + self.c.block_costs[-1].finish_seconds
+        turn = self.c.losses(last) * self.c.loss.seconds + self.c.block_costs[-1].finish_seconds
         return self.work.backwards(last) - left + (turn + self.work.least(lambda costs: costs.finish_seconds))
 
     def _stored(self) -> Linear:
@@ -323,7 +328,7 @@ class _TimeRows:
         reload = reload_dram = Linear()
         if c.trained_kinds == c.kinds:
             reload, reload_dram = self.work.reload, self.work.reload_dram
-        stored, last = mip.quantity("stored_seconds"), c.outline.groups[-1]
+        stored, last = mip.quantity("stored_seconds"), c.losses(c.outline.groups[-1])
         store = self.work.least(lambda costs: costs.store.seconds) * v.any_layer
         turn, one_backward = last * c.loss.seconds, last * min(self._seconds("backward"))
         stores = self._layers_sum(lambda costs: costs.store.seconds)

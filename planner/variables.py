@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.coefficients import GRADIENT_SLABS, ON_HOST, Coefficients, Keeping
+from planner.coefficients import GRADIENT_SLABS, Coefficients
+from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, depth_first
 from planner.mip import Linear, MixedIntegerProgram, total
 from simulator.activations import NUM_STAGES, waiting_layers
 from simulator.placement import place
@@ -28,6 +29,10 @@ class Decisions:
     slots: int  # 0: nothing streams
     link_layers: Mapping[int, int] = field(default_factory=dict)  # by layer kind
     state_slots: int = 0  # 0: no state streams
+
+    @property
+    def num_depth_first(self) -> int:
+        return sum(count for (_, how), count in self.levels.items() if how in DEPTH_FIRST)
 
     def key(self) -> tuple[object, ...]:
         """Equal for equal decisions, whether zeros are spelt out or not."""
@@ -63,6 +68,8 @@ class Variables:
     num_waiting: Linear  # layers whose kept input waits on the host
     any_waiting: Linear  # 1: there is one
     stages: Linear  # buffers that such inputs come back into
+    depth_first: Linear  # layers
+    depth_first_host: Linear  # of these at least so many are updated on the host
 
     def chosen(self, decisions: Decisions) -> dict[str, float]:
         """The decision variables' values."""
@@ -109,6 +116,8 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
     for layer in model.layers:
         kind = model.kind_of_block[layer]
         level: Keeping = policy.save_levels[layer - 1] if kind in coefficients.backward_kinds else "input"
+        if policy.depth_first(layer, model.num_layers):
+            level = depth_first(policy.save_levels[layer - 1])
         key = (kind, "input_on_host" if layer in waiting else level)
         levels[key] = levels.get(key, 0) + 1
         host_layers[kind] = host_layers.get(kind, 0) + (policy.optimizer_homes[layer] == "host")
@@ -130,8 +139,12 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
 def admissible(c: Coefficients, decisions: Decisions) -> Decisions:
     """The decisions without what no layer has: a frozen block an optimizer, or a level below the lowest gradient.
 
-    Where checkpoints are sparse, no more inputs wait than are kept.
+    Where checkpoints are sparse, no more inputs wait than are kept. No depth-first layer streams.
     """
+    if c.outline.depth_first:
+        others = c.model.num_layers - decisions.num_depth_first
+        streamed = {kind: min(count, others) for kind, count in decisions.streamed.items()}
+        decisions = replace(decisions, streamed=streamed, slots=decisions.slots if any(streamed.values()) else 0)
     for kind, kept in c.checkpoints.items():
         too_many = decisions.levels.get((kind, "input_on_host"), 0) - len(kept)
         if too_many > 0:
@@ -174,6 +187,20 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
     more_host = mip.indicator("two_host_layers")
     mip.at_least("two layers are updated on the host", more_host, (num_host - 1) * share)
     slabs = any_layer + (GRADIENT_SLABS - 1) * more_host
+    num_depth_first = total(count for (_, a), count in levels.items() if a in DEPTH_FIRST)
+    if c.leaves_from_sums:
+        others = num_host - num_depth_first
+        first, second = mip.indicator("a_slab"), mip.indicator("two_slabs")
+        mip.at_least("a gradient leaves through a slab", first, others * share)
+        mip.at_least("two gradients leave through slabs", second, (others - 1) * share)
+        slabs = first + (GRADIENT_SLABS - 1) * second
+    depth_first_host = Linear()
+    if c.outline.depth_first:
+        mip.at_most("a layer is depth-first", 1.0 - num_depth_first, 0.0)
+        mip.at_most("a layer is not depth-first", num_depth_first, model.num_layers - 1)
+        depth_first_host = mip.quantity("depth_first_host_layers")
+        both = num_depth_first + num_host - model.num_layers
+        mip.at_least("depth-first layers that are updated on the host", depth_first_host, both)
     embedding, head = mip.decide("host_embedding", 0, 1), mip.decide("host_head", 0, 1)
     if model.tied_embeddings and all(c.edges_trained):
         mip.equal("tied embeddings have one optimizer", embedding, head)
@@ -192,6 +219,8 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         if kind not in c.backward_kinds:
             mip.equal(f"layers of kind {kind} keep nothing", levels[kind, "input"], len(kinds[kind]))
     num_streamed = total(streamed.values())
+    if c.outline.depth_first:
+        mip.at_most("no depth-first layer streams", num_streamed, model.num_layers - num_depth_first)
     any_streams = mip.indicator("any_streams")
     mip.at_least("a layer streams", any_streams, num_streamed * share)
     more_stream = mip.indicator("two_stream")
@@ -257,4 +286,6 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         num_waiting,
         any_waiting,
         stages,
+        num_depth_first,
+        depth_first_host,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from planner.coefficients import BlockCosts, Coefficients
 from planner.contention import update_loss
+from planner.keeping import Keeping
 from planner.mip import Linear, total
 from planner.state_rows import both_directions
 from planner.variables import Variables
@@ -19,13 +20,21 @@ class Work:
     variables: Variables
 
     def forwards(self, group: int) -> Linear:
-        """A group's forward through all layers."""
-        counts = self.variables.levels.items()
-        return total(group * self.c.level_costs[key].forward_seconds * count for key, count in counts)
+        """A group's forward up to its first loss: through depth-first layers only one micro-batch."""
+        return self._passes("forward_seconds", lambda key: self.c.passes(key, group))
 
     def backwards(self, group: int) -> Linear:
+        """A group's backward from its last loss."""
+        return self._passes("backward_seconds", lambda key: self.c.passes(key, group))
+
+    def turns(self, group: int) -> Linear:
+        """What depth-first layers do between a group's first loss and its last one."""
+        turns = {key: group - self.c.passes(key, group) for key in self.variables.levels}
+        return self._passes("forward_seconds", turns.__getitem__) + self._passes("backward_seconds", turns.__getitem__)
+
+    def _passes(self, cost: str, times: Callable[[tuple[int, Keeping]], int]) -> Linear:
         counts = self.variables.levels.items()
-        return total(group * self.c.level_costs[key].backward_seconds * count for key, count in counts)
+        return total(times(key) * getattr(self.c.level_costs[key], cost) * count for key, count in counts)
 
     def recomputes(self, group: int) -> float:
         kinds = self.c.model.kind_of_block
@@ -51,7 +60,8 @@ class Work:
     def compute(self) -> Linear:
         step = self.c.outline.num_micro_batches
         fixed = self.c.fixed_compute_seconds + self.recomputes(step)
-        return total([self.forwards(step), self.backwards(step), self.device_updates]) + fixed
+        passes = (self._passes(cost, lambda _: step) for cost in ("forward_seconds", "backward_seconds"))
+        return total([*passes, self.device_updates]) + fixed
 
     def least(self, cost: Callable[[BlockCosts], float]) -> float:
         """A cost's least value among the layers."""

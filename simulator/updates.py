@@ -56,8 +56,10 @@ def state_turns(
     forward: Sequence[int],
     backward: Sequence[int],
 ) -> StateTurns:
-    """The turns of a step. Of its visits `forward` and `backward` are those of the last micro-batch; `needed_at` says by block
-    which visit is the first to need its updated weights, on the device or on their way there."""
+    """The turns of a step. Of its visits `forward` and `backward` are those of the last micro-batch.
+
+    `needed_at` says by block which visit is the first to need its updated weights, on the device or on their way there.
+    """
     blocks, num_slots = streamed_updates(model, policy), policy.state_slots
     delayed = policy.clipping == "global"
     if not delayed:

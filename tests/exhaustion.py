@@ -16,8 +16,9 @@ from typing import Literal
 import numpy as np
 from planning_cases import Case
 
-from planner.coefficients import MIN_STATE_SLOTS, ON_HOST, Keeping, Outline, allowed_levels, base_policy, save_level
-from planner.outlines import outlines
+from planner.coefficients import MIN_STATE_SLOTS, base_policy
+from planner.keeping import ON_HOST, Keeping, allowed_levels, save_level
+from planner.outlines import Outline, outlines
 from planner.plan import Limits
 from simulator.activations import hidden_bytes
 from simulator.costs import Pricing

@@ -5,11 +5,11 @@ from random import Random
 import pytest
 from planning_cases import Case, machine, random_case, random_policy, seven_billion, toy_model
 
-from planner.coefficients import ON_HOST, Outline
 from planner.contention import update_loss
+from planner.keeping import ON_HOST
 from planner.layout import policies
 from planner.memory_rows import GB
-from planner.outlines import outlines
+from planner.outlines import Outline, outlines
 from planner.plan import Limits
 from planner.problem import Problem
 from planner.solve import solve

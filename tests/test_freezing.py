@@ -8,8 +8,8 @@ from planning_cases import Case, random_case, random_policy
 from small_models import random_case as random_program
 from small_models import small_model, small_workload
 
-from planner.coefficients import Outline
 from planner.memory_rows import GB
+from planner.outlines import Outline
 from planner.plan import Limits
 from planner.problem import Problem
 from planner.search import plan

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from law_cases import deeper, faster
 from planning_cases import Case, LayerPrices, machine, price_table, random_case, tight_limits, toy_model
 
-from planner.coefficients import Outline, base_policy
+from planner.coefficients import base_policy
+from planner.outlines import Outline
 from planner.plan import Limits, Plan
 from planner.problem import Problem
 from planner.search import plan

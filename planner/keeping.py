@@ -1,0 +1,53 @@
+"""Ways to keep what a layer's backward needs: at which save level, where it waits, and of how many micro-batches.
+
+A layer of the topmost, depth-first ones keeps one micro-batch's, any other its group's.
+"""
+
+from typing import Literal, cast
+
+from planner.outlines import Outline
+from simulator.policy import EAGER_SAVE_LEVELS, SAVE_LEVELS, SaveLevel, Workload
+
+Keeping = (
+    SaveLevel
+    | Literal[
+        "input_on_host",
+        "depth_first_keep",
+        "depth_first_budget_70",
+        "depth_first_budget_50",
+        "depth_first_budget_30",
+        "depth_first_budget_10",
+        "depth_first_input",
+    ]
+)
+# Of those that wait on the host, the save level.
+ON_HOST: dict[Keeping, SaveLevel] = {"input_on_host": "input"}
+# And of those of depth-first layers.
+DEPTH_FIRST: dict[Keeping, SaveLevel] = {cast(Keeping, f"depth_first_{level}"): level for level in SAVE_LEVELS}
+
+
+def save_level(keeping: Keeping) -> SaveLevel:
+    """The save level of a way to keep."""
+    return ON_HOST.get(keeping) or DEPTH_FIRST.get(keeping) or cast(SaveLevel, keeping)
+
+
+def depth_first(level: SaveLevel) -> Keeping:
+    """How a depth-first layer keeps at a save level."""
+    return cast(Keeping, f"depth_first_{level}")
+
+
+def allowed_levels(workload: Workload, outline: Outline, measured: frozenset[str] = frozenset()) -> tuple[Keeping, ...]:
+    """Ways to keep that a layer may take: all six levels compiled, the two ends eager; with sparse checkpoints 'input'.
+
+    What 'input' keeps may wait on the host, but that of a depth-first layer, which is small.
+
+    Where both ends were `measured`, those that were not are left out: a roofline among measured prices would win or
+    lose by its own error. A table with fewer comes from runs, which tell nothing of the levels they did not use.
+    """
+    if outline.checkpoint_interval > 1:
+        return ("input", "input_on_host")
+    levels: tuple[SaveLevel, ...] = tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
+    if measured >= {levels[0], levels[-1]}:
+        levels = tuple(level for level in levels if level in measured)
+    on_host = tuple(how for how, level in ON_HOST.items() if level in levels)
+    return (*levels, *on_host, *(map(depth_first, levels) if outline.depth_first else ()))
