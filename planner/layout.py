@@ -6,8 +6,8 @@ Of equals those whose inputs wait on the host lie lowest, where an input waits l
 Host optimizers lie at the top, where an update has most time before its layer's next forward; below them the layers
 whose state streams, which has the link to itself until then. Or they lie evenly among these, or among all layers: what
 comes over the link, weights in every group's passes and states in the first forward, then has the compute of others
-beside it. Or they lie below the depth-first layers, which then have no gradient to round and to keep twice. Layers with
-streamed weights lie evenly among the host-updated ones, at their top or at their bottom. Which
+beside it. Depth-first layers have their own, as many as the program says. Layers with streamed weights lie evenly
+among the host-updated ones, at their top or at their bottom. Which
 is best, the replay tells.
 """
 
@@ -25,7 +25,7 @@ from simulator.policy import Policy
 Value = TypeVar("Value")
 
 Streams = Literal["spread", "top", "bottom"]  # where streamed layers lie among the host-updated ones
-Hosts = Literal["top", "among links", "spread", "below"]  # where these lie in the model; below depth-first layers
+Hosts = Literal["top", "among links", "spread"]  # where these lie in the model, or among depth-first and other layers
 
 
 class Way(NamedTuple):
@@ -44,8 +44,7 @@ def ways(decisions: Decisions) -> list[Way]:
     found = [Way("top", "spread"), Way("top", "top"), Way("top", "bottom")]
     if any(decisions.streamed.values()) or any(decisions.link_layers.values()):
         found = [Way("among links"), Way("spread"), *found]
-    # With few of them: at the top they would be depth-first layers all.
-    return [*found, Way("below")] if decisions.num_depth_first else found
+    return found
 
 
 def policies(coefficients: Coefficients, decisions: Decisions, among: Sequence[Way] = ()) -> dict[Policy, Way]:
@@ -65,16 +64,15 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT
     by_link: set[int] = set()
     for kind, layers in c.kinds.items():
         num_host, num_link = decisions.host_layers.get(kind, 0), decisions.link_layers.get(kind, 0)
-        num_streamed, lowest = decisions.streamed.get(kind, 0), c.model.num_layers + 1 - decisions.num_depth_first
-        on_host = _on_host(layers, num_host, num_link, way.hosts, lowest)
-        may_stream = [layer for layer in on_host if layer < lowest]
-        if len(may_stream) < num_streamed:
-            on_host = _on_host(layers, num_host, num_link, "below", lowest)
-            may_stream = [layer for layer in on_host if layer < lowest]
-        host |= set(on_host)
+        # No depth-first layer streams.
+        lower = layers[: len(layers) - decisions.num_depth_first]
+        upper, upper_host = layers[len(lower) :], decisions.depth_first_host
+        upper_link = min(num_link, len(upper) - upper_host)
+        may_stream = _on_host(lower, num_host - upper_host, num_link - upper_link, way.hosts)
+        host |= {*may_stream, *_on_host(upper, upper_host, upper_link, way.hosts)}
         others = [layer for layer in layers if layer not in host]
         by_link |= set(others[len(others) - num_link :])
-        streamed |= set(_CHOICES[way.streams](may_stream, num_streamed))
+        streamed |= set(_CHOICES[way.streams](may_stream, decisions.streamed.get(kind, 0)))
     return base_policy(
         c.model,
         c.workload,
@@ -89,12 +87,8 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT
     )
 
 
-def _on_host(layers: list[int], num_host: int, num_link: int, hosts: Hosts, lowest: int) -> list[int]:
-    """Which layers of a kind the host updates. `lowest`: of the depth-first ones."""
-    if hosts == "below":
-        lower = [layer for layer in layers if layer < lowest]
-        above = layers[len(layers) - max(0, num_host - len(lower)) :]
-        return [*lower[max(0, len(lower) - num_host) :], *above]
+def _on_host(layers: list[int], num_host: int, num_link: int, hosts: Hosts) -> list[int]:
+    """Which of some layers of a kind the host updates."""
     if hosts == "spread":
         return _spread(layers, num_host)
     if hosts == "among links":

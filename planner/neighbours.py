@@ -28,6 +28,9 @@ def _moves(c: Coefficients, decisions: Decisions, strides: tuple[int, ...]) -> I
     yield from _kind_moves(c, decisions)
     yield from _edge_moves(c, decisions)
     yield from _state_slot_moves(c, decisions)
+    if c.outline.depth_first:
+        for change in (-1, 1):
+            yield replace(decisions, depth_first_host=max(0, decisions.depth_first_host + change))
     if decisions.slots:
         for slots in (decisions.slots - 1, decisions.slots + 1):
             if min(2, c.model.num_layers) <= slots <= min(MAX_SLOTS, c.model.num_layers):

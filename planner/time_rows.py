@@ -23,7 +23,7 @@ outside these rows. The replay knows all of it.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -247,14 +247,14 @@ class _TimeRows:
         updates = updated + self._layers_sum(lambda costs: costs.update_host.seconds)
         loads = self._layers_sum(lambda costs: costs.load.seconds)
         update, load = (self.work.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
-        rest = c.losses(group) * min(self._seconds("forward")) * v.any_layer
         # All loads but the last run beside updates and slow them, or come after them.
         last, before = load * v.any_layer, embedding.load.seconds * v.embedding + loads
-        row("the topmost layer: updates", self.work.updates_beside_loads(updates, before - last) + last, rest)
-        row("the topmost layer: loads", loaded + loads, rest)
-        row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
         moves = self._layers_sum(lambda costs: (costs.update_host.dram_bytes + costs.load.dram_bytes) / rate)
-        row("the topmost layer: DRAM", moved + moves, rest)
+        for rest in self._after_topmost(group):
+            row("the topmost layer: updates", self.work.updates_beside_loads(updates, before - last) + last, rest)
+            row("the topmost layer: loads", loaded + loads, rest)
+            row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
+            row("the topmost layer: DRAM", moved + moves, rest)
         chain = (
             self.work.updates_beside_loads(updates, before) + (head.update_host.seconds + head.load.seconds) * v.head
         )
@@ -262,6 +262,15 @@ class _TimeRows:
         row("the head: loads", loaded + loads + head.load.seconds * v.head, Linear())
         traffic = head.update_host.dram_bytes + head.load.dram_bytes
         row("the head: DRAM", moved + moves + traffic / rate * v.head, Linear())
+
+    def _after_topmost(self, group: int) -> Iterator[Linear]:
+        """Compute from the weights of the topmost host-updated layer to the first loss, from below."""
+        c, v, seconds = self.c, self.variables, self._seconds("forward")
+        yield c.losses(group) * min(seconds) * v.any_layer
+        if c.outline.depth_first:  # unless one of these is the topmost, the pass of all of them follows
+            passes = group * min(seconds) * v.any_layer + min(seconds) * v.depth_first
+            most = (group + c.model.num_layers) * min(seconds)
+            yield passes - most * (v.any_depth_first_host + (1.0 - v.any_layer))
 
     def _add_cycles(self, middle: Linear, embedding_complete: Linear) -> None:
         """From a block's forward to its gradient, its store, update and load, and its next forward."""

@@ -27,6 +27,7 @@ class Decisions:
     host_head: bool
     streamed: Mapping[int, int]  # by layer kind
     slots: int  # 0: nothing streams
+    depth_first_host: int = 0  # of the host's layers those that are depth-first
     link_layers: Mapping[int, int] = field(default_factory=dict)  # by layer kind
     state_slots: int = 0  # 0: no state streams
 
@@ -38,7 +39,8 @@ class Decisions:
         """Equal for equal decisions, whether zeros are spelt out or not."""
         counts = (self.levels, self.host_layers, self.streamed, self.link_layers)
         spelt = (tuple(sorted((key, n) for key, n in numbers.items() if n)) for numbers in counts)
-        return (*spelt, self.host_embedding, self.host_head, self.slots, self.state_slots)
+        others = (self.host_embedding, self.host_head, self.slots, self.depth_first_host, self.state_slots)
+        return (*spelt, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class Variables:
     any_waiting: Linear  # 1: there is one
     stages: Linear  # buffers that such inputs come back into
     depth_first: Linear  # layers
-    depth_first_host: Linear  # of these at least so many are updated on the host
+    depth_first_host: Linear  # of these are updated on the host
+    any_depth_first_host: Linear
 
     def chosen(self, decisions: Decisions) -> dict[str, float]:
         """The decision variables' values."""
@@ -79,6 +82,8 @@ class Variables:
             self.slots.name: decisions.slots,
             self.state_slots.name: decisions.state_slots,
         }
+        if self.depth_first_host.terms:
+            values[self.depth_first_host.name] = decisions.depth_first_host
         values |= {variable.name: decisions.levels.get(key, 0) for key, variable in self.levels.items()}
         values |= {variable.name: decisions.host_layers.get(kind, 0) for kind, variable in self.host_layers.items()}
         values |= {variable.name: decisions.streamed.get(kind, 0) for kind, variable in self.streamed.items()}
@@ -100,6 +105,7 @@ class Variables:
             host_head=bool(count(self.head)),
             streamed=streamed,
             slots=count(self.slots) if any(streamed.values()) else 0,
+            depth_first_host=count(self.depth_first_host) if self.depth_first_host.terms else 0,
             link_layers=link_layers,
             state_slots=count(self.state_slots) if any(link_layers.values()) else 0,
         )
@@ -131,6 +137,10 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
         host_head=policy.optimizer_homes[model.head] == "host",
         streamed=streamed,
         slots=len(placement.slots),
+        depth_first_host=sum(
+            policy.optimizer_homes[layer] == "host" and policy.depth_first(layer, model.num_layers)
+            for layer in model.layers
+        ),
         link_layers=link_layers,
         state_slots=len(set(placement.state_slots.values())),
     )
@@ -142,9 +152,12 @@ def admissible(c: Coefficients, decisions: Decisions) -> Decisions:
     Where checkpoints are sparse, no more inputs wait than are kept. No depth-first layer streams.
     """
     if c.outline.depth_first:
-        others = c.model.num_layers - decisions.num_depth_first
-        streamed = {kind: min(count, others) for kind, count in decisions.streamed.items()}
-        decisions = replace(decisions, streamed=streamed, slots=decisions.slots if any(streamed.values()) else 0)
+        on_host, upper = sum(decisions.host_layers.values()), decisions.num_depth_first
+        least = max(0, upper + on_host - c.model.num_layers)
+        upper_host = max(least, min(decisions.depth_first_host, upper, on_host))
+        streamed = {kind: min(count, on_host - upper_host) for kind, count in decisions.streamed.items()}
+        slots = decisions.slots if any(streamed.values()) else 0
+        decisions = replace(decisions, streamed=streamed, slots=slots, depth_first_host=upper_host)
     for kind, kept in c.checkpoints.items():
         too_many = decisions.levels.get((kind, "input_on_host"), 0) - len(kept)
         if too_many > 0:
@@ -188,19 +201,23 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
     mip.at_least("two layers are updated on the host", more_host, (num_host - 1) * share)
     slabs = any_layer + (GRADIENT_SLABS - 1) * more_host
     num_depth_first = total(count for (_, a), count in levels.items() if a in DEPTH_FIRST)
+    depth_first_host, any_depth_first_host = Linear(), Linear()
+    if c.outline.depth_first:
+        mip.at_most("a layer is depth-first", 1.0 - num_depth_first, 0.0)
+        mip.at_most("a layer is not depth-first", num_depth_first, model.num_layers - 1)
+        depth_first_host = mip.decide("depth_first_host_layers", 0, model.num_layers)
+        mip.at_most("depth-first layers on the host are depth-first", depth_first_host, num_depth_first)
+        mip.at_most("depth-first layers on the host are on the host", depth_first_host, num_host)
+        others = model.num_layers - num_depth_first
+        mip.at_most("other layers on the host are not depth-first", num_host - depth_first_host, others)
+        any_depth_first_host = mip.indicator("any_depth_first_host_layer")
+        mip.at_least("a depth-first layer is updated on the host", any_depth_first_host, depth_first_host * share)
     if c.leaves_from_sums:
-        others = num_host - num_depth_first
+        others = num_host - depth_first_host
         first, second = mip.indicator("a_slab"), mip.indicator("two_slabs")
         mip.at_least("a gradient leaves through a slab", first, others * share)
         mip.at_least("two gradients leave through slabs", second, (others - 1) * share)
         slabs = first + (GRADIENT_SLABS - 1) * second
-    depth_first_host = Linear()
-    if c.outline.depth_first:
-        mip.at_most("a layer is depth-first", 1.0 - num_depth_first, 0.0)
-        mip.at_most("a layer is not depth-first", num_depth_first, model.num_layers - 1)
-        depth_first_host = mip.quantity("depth_first_host_layers")
-        both = num_depth_first + num_host - model.num_layers
-        mip.at_least("depth-first layers that are updated on the host", depth_first_host, both)
     embedding, head = mip.decide("host_embedding", 0, 1), mip.decide("host_head", 0, 1)
     if model.tied_embeddings and all(c.edges_trained):
         mip.equal("tied embeddings have one optimizer", embedding, head)
@@ -220,7 +237,7 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
             mip.equal(f"layers of kind {kind} keep nothing", levels[kind, "input"], len(kinds[kind]))
     num_streamed = total(streamed.values())
     if c.outline.depth_first:
-        mip.at_most("no depth-first layer streams", num_streamed, model.num_layers - num_depth_first)
+        mip.at_most("no depth-first layer streams", num_streamed, num_host - depth_first_host)
     any_streams = mip.indicator("any_streams")
     mip.at_least("a layer streams", any_streams, num_streamed * share)
     more_stream = mip.indicator("two_stream")
@@ -288,4 +305,5 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         stages,
         num_depth_first,
         depth_first_host,
+        any_depth_first_host,
     )
