@@ -208,15 +208,15 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         depth_first_host = mip.decide("depth_first_host_layers", 0, model.num_layers)
         mip.at_most("depth-first layers on the host are depth-first", depth_first_host, num_depth_first)
         mip.at_most("depth-first layers on the host are on the host", depth_first_host, num_host)
-        others = model.num_layers - num_depth_first
-        mip.at_most("other layers on the host are not depth-first", num_host - depth_first_host, others)
+        lower = model.num_layers - num_depth_first
+        mip.at_most("other layers on the host are not depth-first", num_host - depth_first_host, lower)
         any_depth_first_host = mip.indicator("any_depth_first_host_layer")
         mip.at_least("a depth-first layer is updated on the host", any_depth_first_host, depth_first_host * share)
     if c.leaves_from_sums:
-        others = num_host - depth_first_host
+        through = num_host - depth_first_host
         first, second = mip.indicator("a_slab"), mip.indicator("two_slabs")
-        mip.at_least("a gradient leaves through a slab", first, others * share)
-        mip.at_least("two gradients leave through slabs", second, (others - 1) * share)
+        mip.at_least("a gradient leaves through a slab", first, through * share)
+        mip.at_least("two gradients leave through slabs", second, (through - 1) * share)
         slabs = first + (GRADIENT_SLABS - 1) * second
     embedding, head = mip.decide("host_embedding", 0, 1), mip.decide("host_head", 0, 1)
     if model.tied_embeddings and all(c.edges_trained):

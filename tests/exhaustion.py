@@ -17,7 +17,7 @@ import numpy as np
 from planning_cases import Case
 
 from planner.coefficients import MIN_STATE_SLOTS, base_policy
-from planner.keeping import ON_HOST, Keeping, allowed_levels, save_level
+from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, allowed_levels, save_level
 from planner.outlines import Outline, outlines
 from planner.plan import Limits
 from simulator.activations import hidden_bytes
@@ -161,7 +161,7 @@ class Exhaustion:
         """What a layer keeps on the device for its backward of the largest group."""
         if keeping in ON_HOST:
             return 0
-        group, level = max(self.outline.groups), save_level(keeping)
+        group, level = 1 if keeping in DEPTH_FIRST else max(self.outline.groups), save_level(keeping)
         saved = Buffer("saved", Tier.DEVICE, Role.SAVED, 0, block, 0, False, level)
         kept = 0 if level == "input" else self.pricing.size(saved)
         return group * (kept + hidden_bytes(self.case.model, self.case.workload, self.outline.micro_batch_rows))
@@ -176,7 +176,18 @@ class Exhaustion:
 
     @cached_property
     def allowed(self) -> np.ndarray:
-        """Which combinations of ways to keep there are: where checkpoints are sparse only kept inputs may wait."""
+        """Which combinations of ways to keep there are: where checkpoints are sparse only kept inputs may wait.
+
+        In an outline with depth-first layers the topmost are, at least one and not all.
+        """
+        if self.outline.depth_first:
+            shape, layers = (len(self.keepings),) * self.case.model.num_layers, self.case.model.layers
+            found = np.zeros(shape, dtype=bool)
+            for at in np.ndindex(shape):
+                number = sum(self.keepings[index] in DEPTH_FIRST for index in at)
+                topmost = at[len(layers) - number :]
+                found[at] = 0 < number < len(layers) and all(self.keepings[index] in DEPTH_FIRST for index in topmost)
+            return found
         kept = set(self.case.model.backward_layers[:: self.outline.checkpoint_interval])
         waits = np.array([keeping in ON_HOST for keeping in self.keepings])
         return ~self._of_layers([waits if layer not in kept else waits & False for layer in self.case.model.layers])

@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from depth_first_cases import depth_first_case, depth_first_policy
 from planning_cases import Case, machine, random_case, random_policy, seven_billion, toy_model
 
 from planner.contention import update_loss
@@ -25,7 +26,7 @@ ROUNDING = 1e-9
 
 def check_policy_against_replay(case: Case, policy: Policy) -> None:
     problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
-    outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+    outline = Outline.of(policy)
     formulation = problem.formulation(outline)
     values = formulation.evaluate(policy_decisions(formulation.coefficients, policy))
     figures = problem.figures(policy)
@@ -41,6 +42,23 @@ def test_relaxation_and_memory_of_random_policies_are_below_their_replay(part: i
         random = Random(f"{part}.{seed}")
         case = random_case(random)
         check_policy_against_replay(case, random_policy(random, case))
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_relaxation_and_memory_of_depth_first_policies_are_below_their_replay(part: int) -> None:
+    for seed in range(60):
+        random = Random(f"depth-first.{part}.{seed}")
+        case = depth_first_case(random)
+        check_policy_against_replay(case, depth_first_policy(random, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_relaxation_and_memory_of_thousands_of_depth_first_policies_are_below_their_replay(part: int) -> None:
+    for seed in range(400):
+        random = Random(f"slow.depth-first.{part}.{seed}")
+        case = depth_first_case(random, max_layers=8, max_rows=6)
+        check_policy_against_replay(case, depth_first_policy(random, case))
 
 
 @pytest.mark.slow
@@ -63,9 +81,10 @@ def test_relaxation_is_below_the_replay_on_a_real_machine(seed: int) -> None:
         compiled=True,
     )
     model = seven_billion()
-    policy = random_policy(random, Case(model, workload, machine(), None))  # type: ignore[arg-type]
+    draw = random.choice([random_policy, depth_first_policy])
+    policy = draw(random, Case(model, workload, machine(), None))  # type: ignore[arg-type]
     problem = Problem(model, workload, load_hardware("h200"), PLENTY)
-    outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+    outline = Outline.of(policy)
     formulation = problem.formulation(outline)
     assert formulation.bound_of(policy) <= problem.figures(policy).step_seconds * (1 + ROUNDING)
 
@@ -74,12 +93,12 @@ def test_relaxation_is_below_the_replay_on_a_real_machine(seed: int) -> None:
 def test_optimum_is_below_every_policy_within_the_limits(seed: int) -> None:
     # The limits are exactly what a random policy takes, so it is a solution, and the optimum cannot be slower.
     random = Random(seed)
-    case = random_case(random)
-    policy = random_policy(random, case)
+    case = random_case(random) if seed % 4 else depth_first_case(random)
+    policy = random_policy(random, case) if seed % 4 else depth_first_policy(random, case)
     problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
     figures = problem.figures(policy)
     limits = Limits(device_memory_bytes=figures.device_peak_bytes, host_memory_bytes=figures.host_peak_bytes)
-    outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+    outline = Outline.of(policy)
     solution = solve(problem.with_limits(limits).formulation(outline).mip, gap=1e-6)
     assert solution.status == "solved"
     assert solution.bound <= figures.step_seconds * (1 + 1e-6)
@@ -96,7 +115,8 @@ def test_memory_of_a_laid_out_solution_is_the_replay_s(seed: int) -> None:
     problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
     for outline in outlines(case.model, case.workload):
         formulation = problem.formulation(outline)
-        decisions = policy_decisions(formulation.coefficients, random_policy(random, case))
+        draw = depth_first_policy if outline.depth_first else random_policy
+        decisions = policy_decisions(formulation.coefficients, draw(random, case))
         if {level for (_, level), count in decisions.levels.items() if count} - set(formulation.coefficients.levels):
             continue
         expected = GB * formulation.memory.device_gb.value(formulation.evaluate(decisions))

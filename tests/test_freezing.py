@@ -146,7 +146,7 @@ def test_relaxation_and_memory_are_below_the_replay(part: int) -> None:
         case = Case(model, whole.workload, whole.hardware, with_lasting_losses(whole.costs))
         policy = fitted(random_policy(random, whole), model)
         problem = Problem(model, case.workload, case.hardware, PLENTY, case.costs)
-        outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+        outline = Outline.of(policy)
         formulation = problem.formulation(outline)
         values = formulation.evaluate(policy_decisions(formulation.coefficients, policy))
         assert not formulation.mip.violated(values), seed

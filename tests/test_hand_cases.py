@@ -86,7 +86,7 @@ def streamed(case: Case, *, groups: tuple[int, ...] | None = None) -> Policy:
 def step_seconds(case: Case, policy: Policy) -> tuple[float, float]:
     """(the program's relaxation, the replay)"""
     problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
-    outline = Outline(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval)
+    outline = Outline.of(policy)
     return problem.formulation(outline).bound_of(policy), problem.figures(policy).step_seconds
 
 
