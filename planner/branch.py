@@ -96,8 +96,11 @@ class Search:
         self.counts = dict.fromkeys(("outlines", "solves", "time limits", "tightened", "replays"), 0)
         self.counts["outlines"] = len(self.outlines)
         before = self.problem.num_replays
-        # First without states that stream and inputs that wait on the host, then without such inputs: their many near
-        # ties would use up the replays that improve, and what is found without them is a step to beat.
+        # First without states that stream and inputs that wait on the host, then without such inputs, and last with
+        # depth-first layers: their many near ties would use up the replays that improve, and what is found without them
+        # is a step to beat.
+        every = self.outlines
+        self.outlines = [outline for outline in every if not outline.depth_first]
         self._open()
         self._branch()
         self._swap()
@@ -110,6 +113,10 @@ class Search:
             self.inputs = True
             self._reopen(self.outlines)
             self._branch()
+            self.outlines = [outline for outline in every if outline.depth_first]
+            self._reopen(self.outlines)
+            self._branch()
+            self.outlines = every
             if self.best is None and self.restrict is None:
                 self._rescue()
             self._swap()
@@ -161,9 +168,7 @@ class Search:
             candidates = self._promising() if self.best is None else []
         for outline in sorted(candidates, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o)):
             self._push(Entry(outline, self.bounds[outline]))
-        if self.best is not None:
-            policy = self.best[0]
-            outline = Outline.of(policy)
+        if self.best is not None and (outline := Outline.of(policy := self.best[0])) in self.outlines:
             self._queue_neighbours(outline, policy_decisions(self.problem.coefficients(outline), policy))
 
     def _promising(self) -> list[Outline]:
