@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Literal, NamedTuple, TypeVar
 
-from planner.coefficients import Coefficients, base_policy
+from planner.base_policy import base_policy
+from planner.coefficients import Coefficients
 from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping
 from planner.variables import Decisions
 from simulator.model import ModelSpec

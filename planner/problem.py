@@ -2,7 +2,8 @@
 
 from copy import copy
 
-from planner.coefficients import Coefficients, CoefficientTable
+from planner.coefficient_table import CoefficientTable
+from planner.coefficients import Coefficients
 from planner.formulation import Formulation
 from planner.memory_rows import Budget
 from planner.outlines import Outline

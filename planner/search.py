@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from planner.base_policy import base_policy
 from planner.baselines import baselines
 from planner.branch import Found, Search
-from planner.coefficients import base_policy
 from planner.infeasible import explain_infeasible
 from planner.outlines import Outline, outlines
 from planner.plan import Baseline, Bound, Limits, Plan, SolverReport, plan_inputs

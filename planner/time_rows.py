@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from planner.coefficients import GRADIENT_SLABS, BlockCosts, Coefficients
+from planner.base_policy import GRADIENT_SLABS
+from planner.coefficients import BlockCosts, Coefficients
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.state_rows import add_later_states
 from planner.variables import Variables

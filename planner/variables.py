@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.coefficients import GRADIENT_SLABS, Coefficients
+from planner.base_policy import GRADIENT_SLABS
+from planner.coefficients import Coefficients
 from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, depth_first
 from planner.mip import Linear, MixedIntegerProgram, total
 from simulator.activations import NUM_STAGES, waiting_layers

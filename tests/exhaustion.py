@@ -16,14 +16,14 @@ from typing import Literal
 import numpy as np
 from planning_cases import Case
 
-from planner.coefficients import MIN_STATE_SLOTS, base_policy
+from planner.base_policy import base_policy
 from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, allowed_levels, save_level
 from planner.outlines import Outline, outlines
 from planner.plan import Limits
 from simulator.activations import hidden_bytes
 from simulator.costs import Pricing
 from simulator.placement import place
-from simulator.policy import Policy
+from simulator.policy import MIN_STATE_SLOTS, Policy
 from simulator.predict import StepFigures, device_process_bytes, host_process_bytes, predict
 from simulator.program import Buffer, Kind, Operation, Resource, Role, Tier
 

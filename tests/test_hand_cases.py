@@ -12,7 +12,7 @@ passes through a step is counted S times, S being 1 and the allocator's slack.
 import pytest
 from planning_cases import Case, LayerPrices, machine, price_table, toy_model
 
-from planner.coefficients import base_policy
+from planner.base_policy import base_policy
 from planner.explain import plan_table
 from planner.outlines import Outline
 from planner.plan import Limits, Plan

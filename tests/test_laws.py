@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from law_cases import deeper, faster
 from planning_cases import Case, LayerPrices, machine, price_table, random_case, tight_limits, toy_model
 
-from planner.coefficients import base_policy
+from planner.base_policy import base_policy
 from planner.outlines import Outline
 from planner.plan import Limits, Plan
 from planner.problem import Problem
