@@ -117,14 +117,15 @@ def test_evaluation_programs_are_sound(part: int) -> None:
         loads = [operation.block for operation in evaluation if operation.kind is Kind.LOAD_WEIGHTS]
         streamed = [block for block in model.layers if policy.weight_homes[block] == "host"]
         assert sorted(set(loads)) == streamed
-        assert len(loads) <= len(policy.groups) * len(streamed)
+        alone = policy.depth_first_layers == model.num_layers
+        assert len(loads) <= (policy.num_micro_batches if alone else len(policy.groups)) * len(streamed)
 
 
 def test_an_evaluation_is_predicted_to_take_less_than_a_step_in_time_and_memory() -> None:
     for seed in range(40):
         random = Random(seed)
         case = random_case(random)
-        policy = random_policy(random, case)
+        policy = random_policy(random, case, depth_first=True)
         step = predict(case.model, case.workload, policy, case.hardware, case.costs)
         found = predict_evaluation(case.model, case.workload, policy, case.hardware, case.costs)
         assert 0 < found.step_seconds <= step.timeline.step_seconds

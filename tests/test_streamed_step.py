@@ -131,7 +131,10 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
         "all in HBM, one group": uniform(groups=(ROWS,)),
         "all streamed, layer-major": uniform(groups=(ROWS,), weights="host", optimizer="host", save_level="input"),
         "all streamed, batch-major, deep prefetch": uniform(weights="host", optimizer="host", prefetch_depth=3),
-        "a large first group": uniform(groups=(3, 1, 1, 1), weights="host", optimizer="host", save_level="input"),
+        "a large first group, streamed layers depth-first": uniform(
+            groups=(3, 1, 1, 1), weights="host", optimizer="host", save_level="input", depth_first_layers=2
+        ),
+        "one group, half of it depth-first": uniform(groups=(ROWS,), optimizer="host", depth_first_layers=2),
         "checkpoints every 3 layers": uniform(
             groups=(2, 4), weights="host", optimizer="host", save_level="input", checkpoint_interval=3, gradient_slabs=3
         ),
@@ -149,10 +152,13 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
         "streamed state and weights, batch-major": uniform(
             weights="host", optimizer="streamed", save_level="input", prefetch_depth=2
         ),
-        "streamed state, more slots than layers": uniform(groups=(2, 4), optimizer="streamed", state_slots=9),
+        "streamed state, more slots than layers, all depth-first": uniform(
+            groups=(2, 4), optimizer="streamed", state_slots=9, depth_first_layers=layers
+        ),
         "all three optimizers": on_device.model_copy(
             update={
                 "groups": (3, 3),
+                "depth_first_layers": 1,
                 "weight_homes": ("device", "device", *["host"] * (layers - 1), "device"),
                 "optimizer_homes": ("device", *["streamed"] * (layers - 1), "host", "device"),
                 "gradient_homes": ("device", *["device"] * (layers - 1), "host", "device"),
@@ -209,6 +215,7 @@ def test_inputs_that_wait_on_the_host_give_the_same_bits(
         "all in HBM": uniform(groups=(1,) * ROWS),
         "one group": uniform(groups=(ROWS,), activations="host"),
         "batch-major, all streamed": uniform(groups=(1,) * ROWS, **everything),
+        "depth-first layers too": uniform(groups=(ROWS,), depth_first_layers=2, **everything),
         "checkpoints every 2 layers": uniform(groups=(4, 2), checkpoint_interval=2, **everything),
     }
     compare_bits(config, workload, policies, random_weights(config, torch.float32), tiny_batches(2))
@@ -227,7 +234,7 @@ def test_one_micro_batch_gives_the_same_bits_under_all_policies_and_as_a_sum(
 
     policies = {
         "all in HBM": uniform(),
-        "all kept": uniform(save_level="keep"),
+        "all kept": uniform(save_level="keep", depth_first_layers=3),
         "all streamed": uniform(weights="host", optimizer="host"),
         "more slabs": uniform(optimizer="host", gradient_slabs=3),
         "streamed states, waiting inputs": uniform(weights="host", optimizer="streamed", activations="host"),
