@@ -36,22 +36,26 @@ def tiny_workload(precision: str, **changes: object) -> Workload:
     return Workload.model_validate(settings)
 
 
-def streamed_policy(config: dict, workload: Workload, optimizer: OptimizerHome = "host") -> Policy:
+def streamed_policy(
+    config: dict, workload: Workload, optimizer: OptimizerHome = "host", depth_first_layers: int = 0
+) -> Policy:
     """Everything rides: weights streamed, host optimizer or streamed state, recompute, two groups."""
     return uniform_policy(
         model_spec(config), workload, micro_batch_rows=2, groups=(2, 1), weights="host", optimizer=optimizer,
-        save_level="input", head_chunk_tokens=10,
+        save_level="input", head_chunk_tokens=10, depth_first_layers=depth_first_layers,
     )  # fmt: skip
 
 
-def compare_with_plain(config: dict, precision: str, steps: int = 5, optimizer: OptimizerHome = "host"):
+def compare_with_plain(
+    config: dict, precision: str, steps: int = 5, optimizer: OptimizerHome = "host", depth_first_layers: int = 0
+):
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     workload, weights, batches = tiny_workload(precision), random_weights(config, dtype), tiny_batches(steps)
     plain = plain_train(
         config, weights, [(b.tokens, b.labels) for b in batches], micro_batch_rows=2, learning_rate=LEARNING_RATE,
         betas=BETAS, epsilon=EPSILON, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, dtype=dtype,
     )  # fmt: skip
-    policy = streamed_policy(config, workload, optimizer)
+    policy = streamed_policy(config, workload, optimizer, depth_first_layers)
     trainer = make_trainer(config, workload, policy, weights, max_grad_norm=MAX_GRAD_NORM)
     results = run_steps(trainer, batches)
     streamed = master_weights(trainer)
@@ -60,16 +64,20 @@ def compare_with_plain(config: dict, precision: str, steps: int = 5, optimizer: 
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "optimizer"),
+    ("family", "tied", "optimizer", "depth_first_layers"),
     [
-        ("qwen2", False, "host"),
-        ("qwen2", True, "streamed"),
-        ("llama", False, "streamed"),
-        ("llama", True, "host"),
+        ("qwen2", False, "host", 0),
+        ("qwen2", True, "streamed", 1),
+        ("llama", False, "streamed", 4),
+        ("llama", True, "host", 2),
     ],
 )
-def test_streamed_steps_equal_plain_torch_in_fp64(family: str, tied: bool, optimizer: OptimizerHome) -> None:
-    plain, results, streamed = compare_with_plain(tiny_config(family, tied=tied), "fp64", optimizer=optimizer)
+def test_streamed_steps_equal_plain_torch_in_fp64(
+    family: str, tied: bool, optimizer: OptimizerHome, depth_first_layers: int
+) -> None:
+    plain, results, streamed = compare_with_plain(
+        tiny_config(family, tied=tied), "fp64", optimizer=optimizer, depth_first_layers=depth_first_layers
+    )
     assert all(norm > MAX_GRAD_NORM for norm in plain.norms), "clipping must be active"
     for step, result in enumerate(results):
         assert result.loss == pytest.approx(plain.losses[step], abs=1e-10)
