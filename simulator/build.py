@@ -86,7 +86,8 @@ def build_evaluation(model: ModelSpec, workload: Workload, policy: Policy) -> Pr
     """A batch's forward and loss, in the micro-batches and groups of a step, on the buffers of `build`'s programs.
 
     It changes no weight and leaves no gradient: layer inputs are let go of at once, and streamed weights come once a
-    group. It follows a drain that has finished, or itself. Raises as `build` does.
+    group, or once a micro-batch where all layers are depth-first. It follows a drain that has finished, or itself.
+    Raises as `build` does.
     """
     check_policy(policy, model, workload)
     placement = place(model, workload, policy)
@@ -98,11 +99,7 @@ def build_evaluation(model: ModelSpec, workload: Workload, policy: Policy) -> Pr
 
 
 def _evaluate(model: ModelSpec, policy: Policy, placement: Placement) -> Iterator[Operation]:
-    sequence = [
-        Visit("forward", group, block, micro_batches, f"forward.{group}")
-        for group, micro_batches in enumerate(_micro_batches(policy.groups))
-        for block in model.layers
-    ]
+    sequence = _evaluation_visits(model, policy)
     slots, loads_at = _loads(sequence, policy, len(placement.slots))
     for index, visit in enumerate(sequence):
         group = visit.micro_batches
@@ -120,6 +117,20 @@ def _evaluate(model: ModelSpec, policy: Policy, placement: Placement) -> Iterato
     yield Operation(
         "report", Kind.REPORT, Resource.COMPUTE, reads=(_same("device.loss"),), writes=(_same("host.report"),)
     )
+
+
+def _evaluation_visits(model: ModelSpec, policy: Policy) -> list[Visit]:
+    """Depth-first layers pass a group at a time here, for nothing is kept.
+
+    But where all layers are depth-first a step holds one micro-batch's inputs, and an evaluation may hold no more.
+    """
+    if policy.depth_first_layers == model.num_layers:
+        return [visit for visit in visits(model, policy) if visit.phase == "forward"]
+    return [
+        Visit("forward", group, block, micro_batches, f"forward.{group}")
+        for group, micro_batches in enumerate(_micro_batches(policy.groups))
+        for block in model.layers
+    ]
 
 
 def _evaluate_loss(model: ModelSpec, m: int, group: int) -> Operation:

@@ -272,8 +272,8 @@ def random_case(random: Random, *, max_layers: int = 6, max_rows: int = 4) -> Ca
     return Case(model, workload, hardware, costs)
 
 
-def random_policy(random: Random, case: Case) -> Policy:
-    """Any policy that the builder takes, sensible or not."""
+def random_policy(random: Random, case: Case, *, depth_first: bool = False) -> Policy:
+    """Any policy that the builder takes, sensible or not. `depth_first`: some or all layers may be depth-first."""
     model, workload = case.model, case.workload
     rows = random.choice([d for d in range(1, workload.rows_per_step + 1) if workload.rows_per_step % d == 0])
     num_micro_batches = workload.rows_per_step // rows
@@ -295,10 +295,12 @@ def random_policy(random: Random, case: Case) -> Policy:
             homes[layer], gradients[layer] = "streamed", "device"
     levels = ["input" if interval > 1 else random.choice(choices) for _ in range(model.num_layers)]
     waits = random.choice([0.0, 0.0, 0.5, 1.0])
+    top = random.choice([0, random.randint(1, model.num_layers), model.num_layers]) if depth_first else 0
     return Policy.model_validate(
         {
             "micro_batch_rows": rows,
             "groups": groups,
+            "depth_first_layers": top if interval == 1 else 0,
             "weight_homes": weights,
             "prefetch_depth": random.choice([1, 1, 2, 3]),
             "save_levels": levels,

@@ -59,7 +59,8 @@ def small_workload(num_micro_batches: int, **changes: Any) -> Workload:
 def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
     """A model, a workload and a policy that check_policy accepts: any cut, clipping, format, homes, depth, interval.
 
-    What level `input` keeps waits on the host in none, some or all of the layers.
+    None, some or all of the layers are depth-first where every input is kept. What level `input` keeps waits on the
+    host in none, some or all of the layers.
     """
     draw = random.Random(seed)
     num_layers = draw.randint(1, 7)
@@ -91,9 +92,15 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
             optimizers[index], gradients[index] = "streamed", "device"
     waits = draw.choice((0.0, 0.0, 0.5, 1.0))
     activations = ["host" if level == "input" and draw.random() < waits else "device" for level in saves]
+    slots, pace = draw.choice((2, 2, 3, 5)), draw.choice((1, 1, 2, 5))
+    some = draw.randint(1, num_layers)
+    depth_first = draw.choice((0, 0, some, some, num_layers)) if interval == 1 else 0
+    if depth_first and draw.random() < 0.5:
+        groups = (sum(groups),)
     policy = Policy(
         micro_batch_rows=1,
         groups=groups,
+        depth_first_layers=depth_first,
         weight_homes=tuple(weights),
         prefetch_depth=depth,
         save_levels=tuple(saves),
@@ -102,8 +109,8 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
         gradient_homes=tuple(gradients),
         gradient_slabs=slabs,
         optimizer_homes=tuple(optimizers),
-        state_slots=draw.choice((2, 2, 3, 5)),
-        state_pace=draw.choice((1, 1, 2, 5)),
+        state_slots=slots,
+        state_pace=pace,
         head_chunk_tokens=chunk,
         clipping=clipping,
         gradient_format=gradient_format,

@@ -33,16 +33,32 @@ def group_of(policy: Policy) -> dict[int, int]:
     return dict(enumerate(numbered))
 
 
+def low_and_top(model: ModelSpec, policy: Policy) -> tuple[list[int], list[int]]:
+    """The layers that groups pass at once, and those that micro-batches pass one after the other."""
+    layers = list(model.layers)
+    split = len(layers) - policy.depth_first_layers
+    return layers[:split], layers[split:]
+
+
 def streamed_visits(model: ModelSpec, policy: Policy) -> list[int]:
-    """Streamed blocks in the order in which a step needs them: up, and down again, segment by segment."""
+    """Streamed blocks in the order in which a step needs them: up, and down again, segment by segment.
+
+    Each micro-batch of a group goes up and down the depth-first layers before the way down the lower ones begins.
+    """
     k, sequence = policy.checkpoint_interval, []
-    for _ in policy.groups:
-        sequence += list(model.layers)
-        starts = list(range(1, model.num_layers + 1, k))
-        for start in reversed(starts):
-            segment = list(range(start, min(start + k, model.num_layers + 1)))
+    low, top = low_and_top(model, policy)
+    for group in policy.groups:
+        sequence += low + [*top, *reversed(top)] * group
+        for start in reversed(range(0, len(low), k)):
+            segment = low[start : start + k]
             sequence += [*segment[:-1], *reversed(segment)]
     return [block for block in sequence if policy.weight_homes[block] == "host"]
+
+
+def passes(step_program: StepProgram) -> list[tuple[int, int]]:
+    """Block and micro-batch of all passes of a steady step, in order."""
+    kinds = (Kind.FORWARD, Kind.LOSS, Kind.BACKWARD)
+    return [(operation.block, operation.micro_batch) for operation in step_program.steady if operation.kind in kinds]
 
 
 def slot_of(operation: Operation) -> str:
@@ -103,22 +119,65 @@ def test_each_block_and_micro_batch_goes_forward_and_back_once_in_ascending_orde
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_group_passes_a_layer_before_the_next_layer_and_before_the_next_group(seed: int) -> None:
+    """But in depth-first layers a micro-batch goes up, through the loss and down before the next one of its group."""
     model, policy, step_program = case(seed)
     groups = group_of(policy)
-    order = [
-        (operation.block, operation.micro_batch)
-        for operation in step_program.steady
-        if operation.kind in (Kind.FORWARD, Kind.LOSS, Kind.BACKWARD)
-    ]
+    low, top = low_and_top(model, policy)
     expected = []
     for group in range(len(policy.groups)):
         inside = [m for m, at in groups.items() if at == group]
-        upward = list(range(model.num_blocks))
-        expected += [(block, m) for block in [*upward, *reversed(upward[:-1])] for m in inside]
-    assert order == expected
+        if not top:
+            upward = list(range(model.num_blocks))
+            expected += [(block, m) for block in [*upward, *reversed(upward[:-1])] for m in inside]
+        elif not low:  # a batch comes and goes alone
+            expected += [(block, m) for m in inside for block in (0, *top, model.head, *reversed(top), 0)]
+        else:
+            expected += [(block, m) for block in (0, *low) for m in inside]
+            expected += [(block, m) for m in inside for block in (*top, model.head, *reversed(top))]
+            expected += [(block, m) for block in (*reversed(low), 0) for m in inside]
+    assert passes(step_program) == expected
     for operation in step_program.steady:
         if operation.micro_batch >= 0:
             assert operation.group == groups[operation.micro_batch]
+
+
+def test_with_all_layers_depth_first_a_group_does_what_groups_of_one_micro_batch_do() -> None:
+    model, workload = small_model(4), small_workload(3)
+
+    def steps(groups: tuple[int, ...], depth_first: int) -> list[tuple[object, ...]]:
+        policy = uniform_policy(
+            model, workload, micro_batch_rows=1, groups=groups, depth_first_layers=depth_first, weights="host",
+            optimizer="streamed", prefetch_depth=2, state_slots=3,
+        )  # fmt: skip
+        return [(o.resource, o.kind, o.block, o.micro_batch) for o in build(model, workload, policy).steady]
+
+    assert steps((3,), 4) == steps((1, 1, 1), 0) == steps((2, 1), 4)
+    assert steps((3,), 3) != steps((1, 1, 1), 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_depth_first_layers_hold_one_micro_batch_s_inputs_and_savings(seed: int) -> None:
+    """Beside the inputs of the lowest of them, which wait for their turn where layers below pass the whole group."""
+    model, policy, step_program = case(seed)
+    _, top = low_and_top(model, policy)
+    above = {Role.SAVED: top, Role.HIDDEN: [*top[1:], model.head], Role.GRAD_HIDDEN: [*top[1:], model.head]}
+    alive: set[str] = set()
+    for operation in step_program.steady:
+        alive |= {access.buffer for access in operation.writes}
+        buffers = [step_program.buffers[name] for name in alive]
+        assert not top or len({b.micro_batch for b in buffers if b.block in above.get(b.role, ())}) <= 1
+        alive -= {*operation.releases}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_of_depth_first_layers_are_summed_apart(seed: int) -> None:
+    model, policy, step_program = case(seed)
+    _, top = low_and_top(model, policy)
+    apart = [*top, model.head] if top and policy.num_micro_batches > 1 else []
+    sums = {o.block: o.source("gradient_sum") for o in step_program.steady if o.kind is Kind.FINISH_GRADIENT}
+    for block in apart:
+        assert list(sums.values()).count(sums[block]) == 1
+        assert step_program.buffers[sums[block]].role is Role.ACCUMULATOR
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -297,6 +356,7 @@ def test_top_layers_are_not_loaded_again_at_the_turn() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_loads_are_issued_as_many_passages_ahead_as_the_policy_says(seed: int) -> None:
     model, policy, step_program = case(seed)
+    _, top = low_and_top(model, policy)
     # Position in the program of each streamed passage's first operation, and of its load.
     passages: list[int] = []
     loads: list[tuple[int, int, int]] = []
@@ -305,7 +365,8 @@ def test_loads_are_issued_as_many_passages_ahead_as_the_policy_says(seed: int) -
         if operation.kind is Kind.LOAD_WEIGHTS and operation.writes[0].buffer.startswith("device.slot."):
             loads.append((position, operation.block, len(passages)))
         elif operation.block in model.layers and slot_of(operation):
-            passage = (operation.kind, operation.block, operation.group)
+            alone = operation.micro_batch if operation.block in top else -1
+            passage = (operation.kind, operation.block, operation.group, alone)
             if passage != before:
                 passages.append(position)
             before = passage

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import random_case, random_policy
 from small_models import random_case as random_program
+from small_models import small_model, small_workload
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.data.dataset import open_dataset
@@ -17,10 +18,11 @@ from executor.evaluation import all_batches, evaluations_without_improvement
 from simulator.build import build, build_evaluation
 from simulator.check import check
 from simulator.errors import InputError
+from simulator.freezing import freeze
 from simulator.model import model_spec
 from simulator.policy import uniform_policy
 from simulator.predict import predict, predict_evaluation
-from simulator.program import Kind
+from simulator.program import Kind, Program
 from tests.test_streamed_step import tiny_workload, very_different_policies
 from tests.tiny import ROWS, SEQUENCE, make_trainer, random_weights, run_steps, state_bits, tiny_batches, tiny_config
 
@@ -117,18 +119,44 @@ def test_evaluation_programs_are_sound(part: int) -> None:
         loads = [operation.block for operation in evaluation if operation.kind is Kind.LOAD_WEIGHTS]
         streamed = [block for block in model.layers if policy.weight_homes[block] == "host"]
         assert sorted(set(loads)) == streamed
-        assert len(loads) <= len(policy.groups) * len(streamed)
+        alone = policy.depth_first_layers == model.num_layers
+        assert len(loads) <= (policy.num_micro_batches if alone else len(policy.groups)) * len(streamed)
 
 
 def test_an_evaluation_is_predicted_to_take_less_than_a_step_in_time_and_memory() -> None:
     for seed in range(40):
         random = Random(seed)
         case = random_case(random)
-        policy = random_policy(random, case)
+        policy = random_policy(random, case, depth_first=True)
         step = predict(case.model, case.workload, policy, case.hardware, case.costs)
         found = predict_evaluation(case.model, case.workload, policy, case.hardware, case.costs)
         assert 0 < found.step_seconds <= step.timeline.step_seconds
         assert found.peak_bytes["device"] <= step.timeline.peak_bytes["device"]
+
+
+@pytest.mark.parametrize("depth_first", range(4))
+@pytest.mark.parametrize("frozen", [(), ("model.t0", "model.layers.0.*", "model.layers.1.*")])
+def test_an_evaluation_passes_no_more_bytes_than_a_step_however_large_the_group(
+    depth_first: int, frozen: tuple[str, ...]
+) -> None:
+    model, workload = freeze(small_model(3), frozen), small_workload(20)
+    policy = uniform_policy(
+        model, workload, micro_batch_rows=1, groups=(20,), save_level="input", depth_first_layers=depth_first
+    )
+    step, evaluation = build(model, workload, policy).steady, build_evaluation(model, workload, policy)
+    assert peak_of_passing_bytes(evaluation) <= peak_of_passing_bytes(step)
+
+
+def peak_of_passing_bytes(program: Program) -> int:
+    """Of all that lives from an operation that writes it to one that releases it, in the order of the program."""
+    alive: set[str] = set()
+    peak = 0
+    for operation in program:
+        alive |= {access.buffer for access in operation.writes if not program.buffers[access.buffer].persistent}
+        peak = max(peak, sum(program.buffers[name].num_bytes for name in alive))
+        alive -= {*operation.releases}
+    assert not alive
+    return peak
 
 
 def test_every_row_is_evaluated_once_and_endless_data_are_refused(tmp_path) -> None:

@@ -58,7 +58,9 @@ def policies(config: dict[str, Any], work: Workload) -> dict[str, Policy]:
     return {
         "kept": uniform(groups=(1, 1, 1)),
         "streamed": uniform(groups=(2, 1), save_level="input", checkpoint_interval=2, **streamed),
-        "mixed levels": uniform(groups=(1, 2), **streamed).model_copy(update={"save_levels": ("input", "keep")}),
+        "mixed levels, the upper layer depth-first": uniform(
+            groups=(1, 2), depth_first_layers=1, **streamed
+        ).model_copy(update={"save_levels": ("input", "keep")}),
     }
 
 

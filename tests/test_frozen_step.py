@@ -132,17 +132,18 @@ def test_compiled_layers_are_frozen_alike() -> None:
     weights, batches = random_weights(config, torch.float32), tiny_batches(2)
     model = freeze(model_spec(config), patterns)
     found = []
-    for level, home in (("keep", "device"), ("input", "host")):
+    for level, home, depth_first in (("keep", "device", 0), ("input", "host", 0), ("keep", "device", 2)):
         policy = uniform_policy(
             model, workload, micro_batch_rows=2, groups=(3,) if home == "device" else (1, 2), weights=home,
-            optimizer=home, save_level=level,
+            optimizer=home, save_level=level, depth_first_layers=depth_first,
         )  # fmt: skip
         trainer = make_trainer(config, workload, policy, weights, frozen=patterns)
         results = run_steps(trainer, batches)
         found.append(([r.loss for r in results], state_bits(trainer)))
         trainer.close()
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], state, strict=True))
     eager_workload = tiny_workload("fp32")
     policy = uniform_policy(model, eager_workload, micro_batch_rows=2, groups=(1,) * (ROWS // 2))
     trainer = make_trainer(config, eager_workload, policy, weights, frozen=patterns)

@@ -93,7 +93,9 @@ def test_packed_masked_rows_have_the_loss_and_gradients_of_the_rows_one_by_one(t
     norm = torch.stack([parameter.grad.norm() for parameter in whole.parameters()]).norm()
 
     workload = Workload(sequence_length=SEQUENCE, tokens_per_step=12 * SEQUENCE, precision="fp32", packed=True)
-    policy = uniform_policy(model, workload, micro_batch_rows=4, groups=(2, 1), head_chunk_tokens=10)
+    policy = uniform_policy(
+        model, workload, micro_batch_rows=4, groups=(2, 1), head_chunk_tokens=10, depth_first_layers=1
+    )
     trainer = make_trainer(config, workload, policy, weights, max_grad_norm=1e9)
     try:
         (result,) = run_steps(trainer, [dataset.batch(0)])

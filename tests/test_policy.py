@@ -38,6 +38,38 @@ def test_what_is_built_is_accepted(optimizer: Any, weights: Any, save_level: Any
     check_policy(policy, MODEL, WORKLOAD)
 
 
+@pytest.mark.parametrize("depth_first", [1, 2, 3])
+@pytest.mark.parametrize("groups", [(4,), (1, 1, 1, 1), (3, 1)])
+def test_any_number_of_the_model_s_layers_may_be_depth_first(depth_first: int, groups: tuple[int, ...]) -> None:
+    policy = uniform_policy(MODEL, WORKLOAD, micro_batch_rows=1, groups=groups, depth_first_layers=depth_first)
+    check_policy(policy, MODEL, WORKLOAD)
+    assert [block for block in range(5) if policy.depth_first(block, 3)] == list(range(4 - depth_first, 5))
+
+
+def test_more_depth_first_layers_than_the_model_has_are_refused() -> None:
+    kind, message = refusal(POLICY.model_copy(update={"depth_first_layers": 4}))
+    assert kind is InputError
+    assert message == "policy.depth_first_layers: 4, but the model has 3 layers"
+
+
+def test_policies_without_depth_first_layers_are_written_as_they_ever_were() -> None:
+    """Hashes of older plans hold."""
+    assert "depth_first_layers" not in POLICY.model_dump()
+    some = POLICY.model_copy(update={"depth_first_layers": 2})
+    assert some.model_dump() == {**POLICY.model_dump(), "depth_first_layers": 2}
+
+
+def test_random_policies_of_the_other_tests_have_depth_first_layers_of_every_sort() -> None:
+    clippings, formats = set(), set()
+    for seed in range(200):
+        model, _, policy = random_case(seed)
+        if policy.depth_first_layers and policy.num_micro_batches > 1:
+            one_group, everything = len(policy.groups) == 1, policy.depth_first_layers == model.num_layers
+            clippings.add((policy.clipping, one_group, everything))
+            formats.add((policy.gradient_format, one_group, everything))
+    assert (len(clippings), len(formats)) == (3 * 2 * 2, 2 * 2 * 2)  # all there are
+
+
 def test_random_policies_of_the_other_tests_are_accepted() -> None:
     for seed in range(200):
         model, workload, policy = random_case(seed)
@@ -59,6 +91,10 @@ def test_random_policies_of_the_other_tests_are_accepted() -> None:
         ({"gradient_homes": ("device", "host", "device", "device", "device")}, ("gradient_homes", "block 1")),
         ({"checkpoint_interval": 2}, ("checkpoint_interval", "input")),
         ({"checkpoint_interval": 2, "save_levels": ("input", "keep", "input")}, ("checkpoint_interval", "input")),
+        (
+            {"checkpoint_interval": 2, "save_levels": ("input",) * 3, "depth_first_layers": 1},
+            ("depth_first_layers", "checkpoint_interval 1"),
+        ),
     ],
 )
 def test_a_choice_that_is_not_built_is_refused_by_name(changes: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -187,6 +223,7 @@ def test_an_impossible_workload_names_the_key(changes: dict[str, Any], told: str
         {"groups": ()},
         {"prefetch_depth": 0},
         {"checkpoint_interval": 0},
+        {"depth_first_layers": -1},
         {"gradient_slabs": 1},
         {"head_chunk_tokens": 0},
         {"mlp_chunk_tokens": -1},

@@ -60,7 +60,7 @@ def test_measured_operations_follow_their_resource() -> None:
 def test_twice_as_fast_in_everything_takes_half_as_long(seed: int) -> None:
     random = Random(seed)
     case = random_case(random)
-    policy = random_policy(random, case)
+    policy = random_policy(random, case, depth_first=True)
     seconds = predict(case.model, case.workload, policy, case.hardware, case.costs).figures.step_seconds
     twice = faster(case.hardware, case.costs, compute=2.0, link=2.0, host_dram=2.0)
     halved = predict(case.model, case.workload, policy, *twice).figures.step_seconds

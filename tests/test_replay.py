@@ -9,7 +9,7 @@ from small_models import small_model, small_workload
 
 from simulator.build import build
 from simulator.policy import Clipping, uniform_policy
-from simulator.program import Kind, Operation, Program, Resource, StepProgram, Wait
+from simulator.program import Kind, Operation, Program, Resource, Role, StepProgram, Wait
 from simulator.replay import Price, Sharing, replay
 from simulator.timeline import Timeline
 
@@ -85,6 +85,28 @@ def test_two_groups_share_what_lies_in_the_slots() -> None:
     # from 26 (slot free) to 31: forward until 32, backwards of 3 and 2 until 36; layer 1 from 34 to 39, backward 41.
     program, seconds = built(3, (1, 1), weights="host", optimizer="host")
     assert run(program, seconds(forward=1, backward=2, load_weights=5)).step_seconds == near(41)
+
+
+def test_a_depth_first_layer_takes_as_long_and_saves_one_micro_batch() -> None:
+    # 4 layers x 3 micro-batches x (1 + 2) s either way. At the first backward all micro-batches' savings of the lower
+    # layers are there, and of depth-first layers one's.
+    for depth_first, saved in ((0, 12), (1, 3 * 3 + 1), (3, 3 + 3), (4, 4)):
+        program, seconds = built(4, (3,), depth_first_layers=depth_first)
+        timeline = replay(
+            program, seconds(forward=1, backward=2), lambda buffer: int(buffer.role is Role.SAVED), Sharing()
+        )
+        assert timeline.step_seconds == near(36)
+        assert timeline.peak_bytes["device"] == saved
+
+
+def test_depth_first_layers_that_stream_come_again_for_a_micro_batch_where_slots_do_not_hold_them() -> None:
+    # Compute of 3 s a passage hides loads of 1 s, but for the first: 1 + 3 layers x 2 micro-batches x (3 + 3).
+    # Two slots hold two neighbours over each turn, at the top and at the bottom: 123321123321 loads 1, 2, 3, 1, 3, 1.
+    for depth_first, loads in ((1, 3 + 1), (2, 3 + 1), (3, 3 + 1 + 1 + 1)):
+        program, seconds = built(3, (2,), weights="host", optimizer="host", depth_first_layers=depth_first)
+        timeline = run(program, seconds(forward=3, backward=3, load_weights=1))
+        assert timeline.step_seconds == near(37)
+        assert sum(s.kind == "load_weights" and ".updated" not in s.name for s in timeline.spans) == loads
 
 
 def test_exact_clipping_shows_host_updates_in_the_first_groups_forward() -> None:

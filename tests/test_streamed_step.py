@@ -36,22 +36,26 @@ def tiny_workload(precision: str, **changes: object) -> Workload:
     return Workload.model_validate(settings)
 
 
-def streamed_policy(config: dict, workload: Workload, optimizer: OptimizerHome = "host") -> Policy:
+def streamed_policy(
+    config: dict, workload: Workload, optimizer: OptimizerHome = "host", depth_first_layers: int = 0
+) -> Policy:
     """Everything rides: weights streamed, host optimizer or streamed state, recompute, two groups."""
     return uniform_policy(
         model_spec(config), workload, micro_batch_rows=2, groups=(2, 1), weights="host", optimizer=optimizer,
-        save_level="input", head_chunk_tokens=10,
+        save_level="input", head_chunk_tokens=10, depth_first_layers=depth_first_layers,
     )  # fmt: skip
 
 
-def compare_with_plain(config: dict, precision: str, steps: int = 5, optimizer: OptimizerHome = "host"):
+def compare_with_plain(
+    config: dict, precision: str, steps: int = 5, optimizer: OptimizerHome = "host", depth_first_layers: int = 0
+):
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     workload, weights, batches = tiny_workload(precision), random_weights(config, dtype), tiny_batches(steps)
     plain = plain_train(
         config, weights, [(b.tokens, b.labels) for b in batches], micro_batch_rows=2, learning_rate=LEARNING_RATE,
         betas=BETAS, epsilon=EPSILON, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, dtype=dtype,
     )  # fmt: skip
-    policy = streamed_policy(config, workload, optimizer)
+    policy = streamed_policy(config, workload, optimizer, depth_first_layers)
     trainer = make_trainer(config, workload, policy, weights, max_grad_norm=MAX_GRAD_NORM)
     results = run_steps(trainer, batches)
     streamed = master_weights(trainer)
@@ -60,16 +64,20 @@ def compare_with_plain(config: dict, precision: str, steps: int = 5, optimizer: 
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "optimizer"),
+    ("family", "tied", "optimizer", "depth_first_layers"),
     [
-        ("qwen2", False, "host"),
-        ("qwen2", True, "streamed"),
-        ("llama", False, "streamed"),
-        ("llama", True, "host"),
+        ("qwen2", False, "host", 0),
+        ("qwen2", True, "streamed", 1),
+        ("llama", False, "streamed", 4),
+        ("llama", True, "host", 2),
     ],
 )
-def test_streamed_steps_equal_plain_torch_in_fp64(family: str, tied: bool, optimizer: OptimizerHome) -> None:
-    plain, results, streamed = compare_with_plain(tiny_config(family, tied=tied), "fp64", optimizer=optimizer)
+def test_streamed_steps_equal_plain_torch_in_fp64(
+    family: str, tied: bool, optimizer: OptimizerHome, depth_first_layers: int
+) -> None:
+    plain, results, streamed = compare_with_plain(
+        tiny_config(family, tied=tied), "fp64", optimizer=optimizer, depth_first_layers=depth_first_layers
+    )
     assert all(norm > MAX_GRAD_NORM for norm in plain.norms), "clipping must be active"
     for step, result in enumerate(results):
         assert result.loss == pytest.approx(plain.losses[step], abs=1e-10)
@@ -131,7 +139,10 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
         "all in HBM, one group": uniform(groups=(ROWS,)),
         "all streamed, layer-major": uniform(groups=(ROWS,), weights="host", optimizer="host", save_level="input"),
         "all streamed, batch-major, deep prefetch": uniform(weights="host", optimizer="host", prefetch_depth=3),
-        "a large first group": uniform(groups=(3, 1, 1, 1), weights="host", optimizer="host", save_level="input"),
+        "a large first group, streamed layers depth-first": uniform(
+            groups=(3, 1, 1, 1), weights="host", optimizer="host", save_level="input", depth_first_layers=2
+        ),
+        "one group, half of it depth-first": uniform(groups=(ROWS,), optimizer="host", depth_first_layers=2),
         "checkpoints every 3 layers": uniform(
             groups=(2, 4), weights="host", optimizer="host", save_level="input", checkpoint_interval=3, gradient_slabs=3
         ),
@@ -149,10 +160,13 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
         "streamed state and weights, batch-major": uniform(
             weights="host", optimizer="streamed", save_level="input", prefetch_depth=2
         ),
-        "streamed state, more slots than layers": uniform(groups=(2, 4), optimizer="streamed", state_slots=9),
+        "streamed state, more slots than layers, all depth-first": uniform(
+            groups=(2, 4), optimizer="streamed", state_slots=9, depth_first_layers=layers
+        ),
         "all three optimizers": on_device.model_copy(
             update={
                 "groups": (3, 3),
+                "depth_first_layers": 1,
                 "weight_homes": ("device", "device", *["host"] * (layers - 1), "device"),
                 "optimizer_homes": ("device", *["streamed"] * (layers - 1), "host", "device"),
                 "gradient_homes": ("device", *["device"] * (layers - 1), "host", "device"),
@@ -209,6 +223,7 @@ def test_inputs_that_wait_on_the_host_give_the_same_bits(
         "all in HBM": uniform(groups=(1,) * ROWS),
         "one group": uniform(groups=(ROWS,), activations="host"),
         "batch-major, all streamed": uniform(groups=(1,) * ROWS, **everything),
+        "depth-first layers too": uniform(groups=(ROWS,), depth_first_layers=2, **everything),
         "checkpoints every 2 layers": uniform(groups=(4, 2), checkpoint_interval=2, **everything),
     }
     compare_bits(config, workload, policies, random_weights(config, torch.float32), tiny_batches(2))
@@ -227,7 +242,7 @@ def test_one_micro_batch_gives_the_same_bits_under_all_policies_and_as_a_sum(
 
     policies = {
         "all in HBM": uniform(),
-        "all kept": uniform(save_level="keep"),
+        "all kept": uniform(save_level="keep", depth_first_layers=3),
         "all streamed": uniform(weights="host", optimizer="host"),
         "more slabs": uniform(optimizer="host", gradient_slabs=3),
         "streamed states, waiting inputs": uniform(weights="host", optimizer="streamed", activations="host"),

@@ -85,9 +85,12 @@ def policies(config: dict[str, Any], workload: Workload, level: SaveLevel) -> di
                 "gradient_homes": ("device", "device", "host", "host", "host", "device"),
             }
         ),
+        "depth-first": uniform(groups=(ROWS,), depth_first_layers=2),
+        "depth-first, streamed": uniform(groups=(4, 2), weights="host", optimizer="host", depth_first_layers=3),
+        "all layers depth-first": uniform(groups=(ROWS,), optimizer="streamed", depth_first_layers=model.num_layers),
         "streamed state": uniform(groups=(ROWS,), optimizer="streamed"),
         "streamed state and weights": uniform(weights="host", optimizer="streamed", state_slots=3),
-        "every optimizer": uniform(groups=(4, 2)).model_copy(
+        "every optimizer": uniform(groups=(4, 2), depth_first_layers=2).model_copy(
             update={
                 "weight_homes": ("device", "device", "host", "device", "host", "device"),
                 "optimizer_homes": ("device", "streamed", "streamed", "streamed", "host", "device"),
@@ -212,7 +215,16 @@ def test_inputs_that_wait_on_the_host_leave_the_device(compiled: bool) -> None:
     assert at_loss["device"] - at_loss["host"] == pytest.approx((layers * ROWS - stages) * input_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize(("title", "waits"), [("mixed", False), ("mixed", True), ("every optimizer", False)])
+@pytest.mark.parametrize(
+    ("title", "waits"),
+    [
+        ("mixed", False),
+        ("mixed", True),
+        ("every optimizer", False),
+        ("depth-first, streamed", False),
+        ("depth-first, streamed", True),
+    ],
+)
 def test_streams_with_random_sleeps_equal_inline_execution(title: str, waits: bool) -> None:
     config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
     weights, batches = random_weights(config, torch.float32), gpu_batches(3)
