@@ -57,6 +57,11 @@ ABLATIONS: dict[str, _Ablation] = {
         lambda p: p.checkpoint_interval == 1,
         allowed=lambda outline: outline.checkpoint_interval == 1,
     ),
+    "no-depth-first": _Ablation(
+        "no depth-first layers",
+        lambda p: p.depth_first_layers == 0,
+        allowed=lambda outline: not outline.depth_first,
+    ),
 }
 
 

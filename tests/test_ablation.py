@@ -41,6 +41,20 @@ def test_an_ablated_plan_does_without_and_is_no_faster(name: str, whole: Plan) -
         assert without.plan_hash != whole.plan_hash
 
 
+def test_without_depth_first_layers_a_capped_step_is_slower() -> None:
+    workload = Workload(
+        sequence_length=1024, tokens_per_step=98_304, gradient_format="bf16", micro_batch_rows=16, compiled=True
+    )
+    limits = Limits(device_memory_bytes=48 * GIB, host_memory_bytes=120 * GIB)
+    model = load_model_spec(MODELS / "qwen2.5-7b.json")
+    capped = plan(model, workload, load_hardware("h200"), limits, with_baselines=False)
+    assert capped.policy.depth_first_layers > 0
+    without = ablate(capped, "no-depth-first")
+    assert without is not None
+    assert without.policy.depth_first_layers == 0
+    assert without.prediction.step_seconds > 1.01 * capped.prediction.step_seconds
+
+
 def test_an_unknown_ablation_is_refused_with_the_nearest_name(whole: Plan) -> None:
     with pytest.raises(InputError, match="host-optimizer"):
         ablate(whole, "host-optimiser")
