@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from planner.collector import collector_off
 from planner.formulation import Formulation
 from planner.greedy import greedy, promise
 from planner.layout import Way, policies, swaps, ways
@@ -81,6 +82,7 @@ class Search:
     # By what each is expected to come to.
     queue: list[tuple[float, int, Entry]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
+    formulations: dict[Outline, Formulation] = field(default_factory=dict)
     seen: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     queued: set[tuple[Outline, tuple[object, ...]]] = field(default_factory=set)
     tightened: dict[Outline, int] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class Search:
     states: bool = False  # they may stream
     inputs: bool = False  # layer inputs may wait on the host
 
+    @collector_off()
     def run(self) -> Found | None:
         """The best replayed policy, or None where none fits."""
         self.counts = dict.fromkeys(("outlines", "solves", "time limits", "tightened", "replays"), 0)
@@ -173,7 +176,7 @@ class Search:
 
     def _promising(self) -> list[Outline]:
         """The outlines that a search without a solver walks through."""
-        by_promise = sorted(self.outlines, key=lambda o: (promise(self._formulation(o, self.problem.budget)), o))
+        by_promise = sorted(self.outlines, key=lambda o: (promise(self._formulation(o)), o))
         return by_promise[:GREEDY_OUTLINES]
 
     def _branch(self) -> None:
@@ -200,15 +203,21 @@ class Search:
             device_bytes=budget.device_bytes - short.get("device", 0),
             host_bytes=budget.host_bytes - short.get("host", 0),
         )
-        formulation = self._formulation(outline, budget)
+        formulation = self._formulation(outline, budget if short else None)
         decisions = self._decide(outline, formulation, keep_bound=not short)
         if decisions is not None:
             bound = max(formulation.mip.objective.value(formulation.evaluate(decisions)), self.bounds[outline])
             # Until something fits, what was solved with less memory comes before neighbours of what did not fit.
             self._push(Entry(outline, bound, decisions), -math.inf if short and self.best is None else None)
 
-    def _formulation(self, outline: Outline, budget: Budget) -> Formulation:
-        formulation = self.problem.formulation(outline, budget)
+    def _formulation(self, outline: Outline, budget: Budget | None = None) -> Formulation:
+        """An outline's program with what the search is held to; within `budget`, or else all of the limits."""
+        if budget is None:
+            if outline not in self.formulations:
+                self.formulations[outline] = self.problem.formulation(outline)
+            formulation = self.formulations[outline].copy()
+        else:
+            formulation = self.problem.formulation(outline, budget)
         if self.restrict is not None:
             self.restrict(formulation)
         if not self.states:
@@ -288,7 +297,7 @@ class Search:
     ) -> None:
         """Queue neighbours that could win. Each is expected to lie as far above its bound as the decisions, laid out
         in that way, lie above theirs."""
-        formulation = self._formulation(outline, self.problem.budget)
+        formulation = self._formulation(outline)
         slack = max(0.0, seconds - formulation.step.value(formulation.evaluate(decisions)))
         small = self.problem.model.num_layers <= SMALL_MODEL_LAYERS
         strides = (1,) if small else (1, max(2, self.problem.model.num_layers // 8))

@@ -6,6 +6,8 @@ Seconds and GB (1e9 bytes) keep all numbers near 1.
 """
 
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 
 from planner.coefficients import Coefficients
 from planner.memory_rows import MEMORY_LIMITS, Budget, add_memory
@@ -35,6 +37,13 @@ class Formulation:
         # The most that the objective lies above the step.
         most_slots = MAX_SLOTS + MAX_STATE_SLOTS
         self.tie_break_seconds = weight * (model.num_blocks + 2 * model.num_layers + 0.1 * most_slots)
+
+    def copy(self) -> "Formulation":
+        """The same program, which takes further rows without this one."""
+        other = copy(self)
+        other.mip = replace(self.mip, variables=dict(self.mip.variables), rows=list(self.mip.rows))
+        other.limits = list(self.limits)
+        return other
 
     def evaluate(self, decisions: Decisions) -> dict[str, float]:
         """All variables at their least for given decisions."""

@@ -1,5 +1,6 @@
 """The search: the fastest policy there is on problems small enough to try them all, and laws on larger ones."""
 
+import gc
 import math
 import re
 from itertools import pairwise
@@ -19,6 +20,7 @@ from planning_cases import (
 import planner.branch
 import planner.search
 import simulator
+from planner.collector import collector_off
 from planner.outlines import checkpoint_intervals, cuts, micro_batch_sizes
 from planner.plan import Limits, Plan
 from planner.search import plan
@@ -278,3 +280,22 @@ def test_levels_that_were_not_measured_are_left_out_where_both_ends_were() -> No
 
     assert "budget_70" in levels(costs)
     assert "budget_70" not in levels(costs.model_copy(update={"entries": some}))
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_search_leaves_the_collector_of_cycles_as_it_was(on: bool) -> None:
+    seen = []
+
+    @collector_off()
+    def fail() -> None:
+        seen.append(gc.isenabled())
+        raise ValueError("as asked")
+
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if on else gc.disable)()
+        with pytest.raises(ValueError, match="as asked"):
+            fail()
+        assert (seen, gc.isenabled()) == ([False], on)
+    finally:
+        (gc.enable if was_on else gc.disable)()
