@@ -1,14 +1,13 @@
 """Layouts: which layers take what, once the program has decided how many.
 
 Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive;
-depth-first layers are the topmost, in the same order among themselves.
-Of equals those whose inputs wait on the host lie lowest, where an input waits longest.
+of equals those whose inputs wait on the host lie lowest, where an input waits longest. Depth-first layers are the
+topmost, in the same order among themselves.
 Host optimizers lie at the top, where an update has most time before its layer's next forward; below them the layers
 whose state streams, which has the link to itself until then. Or they lie evenly among these, or among all layers: what
 comes over the link, weights in every group's passes and states in the first forward, then has the compute of others
 beside it. Depth-first layers have their own, as many as the program says. Layers with streamed weights lie evenly
-among the host-updated ones, at their top or at their bottom. Which
-is best, the replay tells.
+among the host-updated ones, at their top or at their bottom. Which is best, the replay tells.
 """
 
 import math
