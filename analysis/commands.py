@@ -1,9 +1,14 @@
 """One function a command: arguments in, exit code out. Each imports what it needs when it is called."""
 
 import argparse
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simulator.hardware import HardwareProfile
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -58,6 +63,22 @@ def measure(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _say_limits_above(hardware: "HardwareProfile", arguments: argparse.Namespace) -> None:
+    """Tell of limits that ask for more memory than the machine has: what it has is planned with."""
+    from simulator.units import format_bytes
+
+    for option, asked_bytes, has_bytes in (
+        ("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
+        ("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
+    ):
+        if asked_bytes is not None and asked_bytes > has_bytes:
+            print(
+                f"conveyor: {option}: {format_bytes(asked_bytes)} is more than the {format_bytes(has_bytes)} of "
+                f"{hardware.name}, with which it is planned; for a machine with more, edit a copy of its profile",
+                file=sys.stderr,
+            )
+
+
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found; and answer what is asked beside."""
     from analysis.questions import largest, longest, progress_lines, require_folder, said_after_a_while, sweeps
@@ -108,6 +129,7 @@ def plan(arguments: argparse.Namespace) -> int:
     costs = OperationCosts.load(arguments.costs) if arguments.costs else None
     if arguments.calibrate:
         costs = fold_runs([load_run(run) for run in arguments.calibrate], costs)
+    _say_limits_above(hardware, arguments)
     limits = Limits(
         device_memory_bytes=allowed_bytes("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
         host_memory_bytes=allowed_bytes("--host-memory", arguments.host_memory, hardware.host.memory_bytes),

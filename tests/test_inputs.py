@@ -384,3 +384,12 @@ def test_json_on_standard_output_is_json_and_a_closed_pipe_is_no_traceback(given
     os.close(writer)
     assert piped.returncode == 1
     assert piped.stderr == "conveyor: error: standard output was closed before all was written\n"
+
+
+def test_a_limit_above_what_the_machine_has_is_told_and_planned_with_what_it_has(given, complaint):
+    line = ["plan", "--model", given / "model", *WORKLOAD]
+    err = complaint(*line, "--host-memory", "5000GiB", code=0)
+    assert err.count("\n") == 1
+    assert "--host-memory: 4.9 TiB is more than" in err
+    assert "cpu-2-core" in err
+    assert complaint(*line, "--host-memory", "2GiB", code=0) == ""
