@@ -102,24 +102,21 @@ class Search:
         # First without states that stream and inputs that wait on the host, then without such inputs, and last with
         # depth-first layers: their many near ties would use up the replays that improve, and what is found without them
         # is a step to beat.
-        every = self.outlines
-        self.outlines = [outline for outline in every if not outline.depth_first]
-        self._open()
+        plain = [outline for outline in self.outlines if not outline.depth_first]
+        depth_first = [outline for outline in self.outlines if outline.depth_first]
+        self._open(plain)
         self._branch()
         self._swap()
         if self.restrict is not Formulation.keep_on_device:  # which allows neither
             # What states alone may gain is found in likely outlines; the bound is that of all choices together.
-            by_bound = sorted(self.outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
             self.states = True
-            self._reopen(by_bound[:LIKELY_OUTLINES])
+            self._reopen(plain, self._by_bound(plain)[:LIKELY_OUTLINES])
             self._branch()
             self.inputs = True
-            self._reopen(self.outlines)
+            self._reopen(plain, plain)
             self._branch()
-            self.outlines = [outline for outline in every if outline.depth_first]
-            self._reopen(self.outlines)
+            self._reopen(depth_first, depth_first)
             self._branch()
-            self.outlines = every
             if self.best is None and self.restrict is None:
                 self._rescue()
             self._swap()
@@ -136,15 +133,19 @@ class Search:
     def _push(self, entry: Entry, expected: float | None = None) -> None:
         heapq.heappush(self.queue, (entry.bound if expected is None else expected, next(self.numbers), entry))
 
-    def _open(self) -> None:
+    def _by_bound(self, outlines: list[Outline]) -> list[Outline]:
+        """Lowest bound first; of equals what takes least memory."""
+        return sorted(outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
+
+    def _open(self, outlines: list[Outline]) -> None:
         """A good replay to begin with: of each micro-batch size the outline that takes least memory is solved first."""
-        for outline in self.outlines:
+        for outline in outlines:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
         if not self.solver:
-            for outline in self._promising():
+            for outline in self._promising(outlines):
                 self._push(Entry(outline, self.bounds[outline]))
             return
-        order = sorted(self.outlines, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o))
+        order = self._by_bound(outlines)
         opened: dict[int, Outline] = {}
         for outline in order:
             if outline.checkpoint_interval == 1 and max(outline.groups) == 1:
@@ -159,24 +160,24 @@ class Search:
             if outline not in opened.values():
                 self._push(Entry(outline, self.bounds[outline]))
 
-    def _reopen(self, candidates: list[Outline]) -> None:
-        """Outlines once more, with more choices; and the neighbours of what was best without."""
+    def _reopen(self, outlines: list[Outline], candidates: list[Outline]) -> None:
+        """`candidates` among outlines, with more choices; and the neighbours of what was best without, if it is one."""
         self.spent, self.queue = 0, []
         self.queued.clear()
         self.tightened.clear()
         self.short.clear()
-        for outline in self.outlines:
+        for outline in outlines:
             self.bounds[outline] = self.problem.coefficients(outline).quick_bound_seconds()
         if not self.solver:  # every outline costs a walk: the neighbours have to do
-            candidates = self._promising() if self.best is None else []
-        for outline in sorted(candidates, key=lambda o: (self.bounds[o], max(o.groups) * o.micro_batch_rows, o)):
+            candidates = self._promising(outlines) if self.best is None else []
+        for outline in self._by_bound(candidates):
             self._push(Entry(outline, self.bounds[outline]))
-        if self.best is not None and (outline := Outline.of(policy := self.best[0])) in self.outlines:
+        if self.best is not None and (outline := Outline.of(policy := self.best[0])) in outlines:
             self._queue_neighbours(outline, policy_decisions(self.problem.coefficients(outline), policy))
 
-    def _promising(self) -> list[Outline]:
+    def _promising(self, outlines: list[Outline]) -> list[Outline]:
         """The outlines that a search without a solver walks through."""
-        by_promise = sorted(self.outlines, key=lambda o: (promise(self._formulation(o)), o))
+        by_promise = sorted(outlines, key=lambda o: (promise(self._formulation(o)), o))
         return by_promise[:GREEDY_OUTLINES]
 
     def _branch(self) -> None:

@@ -65,8 +65,8 @@ class MemoryTable(NamedTuple):
     slab_bytes: int  # one slab; 0 where gradients leave from the buffers they are summed in
     slot_bytes: int  # one slot
     state_slot_bytes: int  # one slot for a streamed state
-    depth_first_bytes: int = 0
-    depth_first_host_bytes: int = 0
+    depth_first_bytes: int
+    depth_first_host_bytes: int
 
 
 @dataclass(frozen=True)

@@ -36,38 +36,35 @@ def check_policy_against_replay(case: Case, policy: Policy) -> None:
     assert GB * formulation.memory.host_gb.value(values) <= figures.host_peak_bytes + 2
 
 
+def check_random_policies(prefix: str, number: int, *, depth_first: bool = False, **sizes: int) -> None:
+    """Cases and policies of `number` seeds."""
+    draw_case, draw_policy = (depth_first_case, depth_first_policy) if depth_first else (random_case, random_policy)
+    for seed in range(number):
+        random = Random(f"{prefix}.{seed}")
+        case = draw_case(random, **sizes)
+        check_policy_against_replay(case, draw_policy(random, case))
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_relaxation_and_memory_of_random_policies_are_below_their_replay(part: int) -> None:
-    for seed in range(60):
-        random = Random(f"{part}.{seed}")
-        case = random_case(random)
-        check_policy_against_replay(case, random_policy(random, case))
+    check_random_policies(f"{part}", 60)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_relaxation_and_memory_of_depth_first_policies_are_below_their_replay(part: int) -> None:
-    for seed in range(60):
-        random = Random(f"depth-first.{part}.{seed}")
-        case = depth_first_case(random)
-        check_policy_against_replay(case, depth_first_policy(random, case))
+    check_random_policies(f"depth-first.{part}", 60, depth_first=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_relaxation_and_memory_of_thousands_of_depth_first_policies_are_below_their_replay(part: int) -> None:
-    for seed in range(400):
-        random = Random(f"slow.depth-first.{part}.{seed}")
-        case = depth_first_case(random, max_layers=8, max_rows=6)
-        check_policy_against_replay(case, depth_first_policy(random, case))
+    check_random_policies(f"slow.depth-first.{part}", 400, depth_first=True, max_layers=8, max_rows=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_relaxation_and_memory_of_thousands_of_random_policies_are_below_their_replay(part: int) -> None:
-    for seed in range(400):
-        random = Random(f"slow.{part}.{seed}")
-        case = random_case(random, max_layers=8, max_rows=6)
-        check_policy_against_replay(case, random_policy(random, case))
+    check_random_policies(f"slow.{part}", 400, max_layers=8, max_rows=6)
 
 
 @pytest.mark.parametrize("seed", range(6))
