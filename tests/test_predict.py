@@ -17,7 +17,7 @@ from simulator.machine import Device
 from simulator.model import ModelSpec, load_model_spec
 from simulator.placement import batch_bytes, place
 from simulator.policy import OptimizerHome, Policy, Workload, uniform_policy
-from simulator.predict import ALLOCATOR_SLACK, HOST_COMPILER_BYTES, StepFigures, predict, transit_bytes
+from simulator.predict import ALLOCATOR_SLACK, HOST_COMPILER_BYTES, StepFigures, predict, set_aside_bytes, transit_bytes
 from simulator.program import Role, Tier
 from simulator.units import GIB
 
@@ -186,9 +186,21 @@ def test_the_host_peak_is_process_buffers_and_what_is_in_transit() -> None:
     assert place(model, workload, policy).buffers["host.batches"].num_bytes == 2 * (8 * 16 + 8)
 
 
-def test_a_large_tensor_on_its_way_to_the_disk_counts_in_fp32() -> None:
+def test_large_tensors_are_on_their_way_in_pieces() -> None:
     model = load_model_spec(Path(__file__).parents[1] / "simulator/catalogue/models/qwen2.5-7b.json")
-    assert transit_bytes(model) == 4 * 152_064 * 3_584  # the embedding
+    assert transit_bytes(model) == 256 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    # A layer's widest argument has 18,944 x 2 bytes a token, a chunk of 4,096 tokens' logits 1.16 GiB.
+    [(8, 0), (16, 0), (32, 0), (64, 4 * 2**30), (128, 8 * 2**30)],
+)
+def test_the_compiler_sets_large_arguments_aside_on_the_host(rows: int, expected: int) -> None:
+    model = load_model_spec(Path(__file__).parents[1] / "simulator/catalogue/models/qwen2.5-7b.json")
+    workload = Workload(sequence_length=1024, tokens_per_step=128 * 1024)
+    policy = uniform_policy(model, workload, micro_batch_rows=rows, groups=(128 // rows,), weights="host")
+    assert set_aside_bytes(model, workload, policy) == expected
 
 
 def cpu_profile() -> Any:
