@@ -8,7 +8,8 @@ import pytest
 from cuda_fixtures import deterministic, no_waits  # noqa: F401  fixtures
 from front_door import complaint, given  # noqa: F401  fixtures
 
-# Workers of pytest-xdist share the cores: threads of one that spin at a barrier would hold up the others.
+# Workers of pytest-xdist share the cores: threads of one that spin at a barrier would hold up the others. torch reads
+# this when it is imported, so nothing above may import it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -1,6 +1,9 @@
 """The structure of the source: imports run one way, and no file holds more than one noun."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,10 @@ def test_imports_run_leftwards(path: Path) -> None:
 @pytest.mark.parametrize("path", [*modules(), *(p.relative_to(ROOT) for p in sorted(ROOT.glob("tests/*.py")))], ids=str)
 def test_files_stay_short(path: Path) -> None:
     assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_the_tests_settings_come_before_torch() -> None:
+    """torch reads the number of threads when it is imported: conftest.py sets it, so it may not bring torch in."""
+    code = "import sys, conftest; sys.exit('torch' in sys.modules)"
+    found = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", env=found, check=False).returncode == 0
