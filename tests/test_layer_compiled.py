@@ -48,9 +48,10 @@ def _all_equal(first, second):
 
 
 def test_a_compiled_layer_follows_its_weights_and_keeps_what_its_level_says():
+    # Sizes of tests/test_weight_gradients.py: torch keeps what it has compiled, for other tests too.
     templates, flat = _templates()
-    hidden, grad_output = _inputs(templates, 2, 8)
-    templates.warm_up(1, flat, rows=2, sequence_length=8, level="input")
+    hidden, grad_output = _inputs(templates, 2, 16)
+    templates.warm_up(1, flat, rows=2, sequence_length=16, level="input")
     actual, kept_bytes = _run(templates, flat, hidden, grad_output, "input")
     assert kept_bytes == hidden.untyped_storage().nbytes()
 

@@ -11,8 +11,18 @@ from simulator.policy import SaveLevel
 from tests.tiny import tiny_config
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("level", ["keep", "budget_50", "input"])
+# Each precision and each level; ten seconds of compiling each, where no other test compiles the same.
+@pytest.mark.parametrize(
+    ("precision", "level"),
+    [
+        ("bf16", "keep"),
+        ("fp32", "keep"),
+        ("fp32", "input"),
+        ("bf16", "budget_50"),
+        pytest.param("bf16", "input", marks=pytest.mark.slow),
+        pytest.param("fp32", "budget_50", marks=pytest.mark.slow),
+    ],
+)
 def test_sums_are_the_same_bits_as_when_added_afterwards(precision: Precision, level: SaveLevel) -> None:
     config = tiny_config()
     model = model_spec(config)
