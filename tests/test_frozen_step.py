@@ -77,11 +77,19 @@ def test_frozen_steps_equal_plain_torch(title: str, tied: bool) -> None:
             torch.testing.assert_close(streamed[name], weight, rtol=0, atol=1e-10, msg=name)
 
 
+RUNS = [("fp32", "fp32", "global", True), ("bf16", "bf16", "global", False), ("bf16", "fp32", "layerwise", True)]
+TITLES = ["the bottom", "a layer between trained ones", "bottom, a part of the middle, head"]
+
+
+# Each pattern and each kind of run once; every pair takes half a minute.
 @pytest.mark.parametrize(
-    ("precision", "gradient_format", "clipping", "tied"),
-    [("fp32", "fp32", "global", True), ("bf16", "bf16", "global", False), ("bf16", "fp32", "layerwise", True)],
+    ("title", "precision", "gradient_format", "clipping", "tied"),
+    [
+        pytest.param(title, *run, marks=() if place == other else pytest.mark.slow)
+        for place, run in enumerate(RUNS)
+        for other, title in enumerate(TITLES)
+    ],
 )
-@pytest.mark.parametrize("title", ["the bottom", "a layer between trained ones", "bottom, a part of the middle, head"])
 def test_policies_give_the_same_bits(
     title: str, precision: str, gradient_format: str, clipping: str, tied: bool
 ) -> None:
