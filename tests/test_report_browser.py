@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sample_runs import failed_record, figures, record, write_run
 
-from analysis.report import plot
+from analysis.report import Report, load_sources, write
 from executor.record import append_result
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -37,12 +37,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     runs = [
         write_run(folder / f"run-{number}", record(f"{number} {LONG}", measured=500.0 + number, ideal=figures(646.0)))
-        for number in range(4)
+        for number in range(3)
     ]
     append_result(folder / "failed.json", failed_record(LONG, message=f"host memory short by 41 GiB: {LONG * 3}"))
+    sources = {"one": runs[:1], "many": [*runs, folder / "failed.json"]}
     return {
-        "one": plot(runs[:1], folder / "one")[-1],
-        "many": plot([*runs, folder / "failed.json"], folder / "many")[-1],
+        which: write(folder / which, (), "report.html", Report(load_sources(named)).html())[-1]
+        for which, named in sources.items()
     }
 
 

@@ -219,7 +219,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, name):
     monkeypatch.setattr("executor.data.token_cache._CHECKED_BYTES", 2**13)
     monkeypatch.setattr("executor.data.documents._COUNTED_TOKENS", 2**13)
     peaks, sizes = [], []
-    for rows in (300, 1000, 4000):
+    for rows in (200, 500, 2000):
         texts = [f"{number} " * 100 for number in range(rows)]
         path = tmp_path / str(rows) / name
         path.parent.mkdir()
