@@ -178,7 +178,13 @@ def test_random_weights_are_drawn_as_transformers_draws_them(family: str) -> Non
     assert bool(embedding[5].any()) == bool(reference[name][5].any())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Those with several kinds of layers, and one for each way to attend; the others take a second each.
+MEASURED = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "olmo3", "smollm3")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in MEASURED else pytest.mark.slow) for family in FAMILIES]
+)
 def test_every_kind_of_layer_is_measured_and_the_plan_runs_on_it(family: str) -> None:
     config = tiny_config(family)
     hardware = load_hardware("cpu-2-core")

@@ -88,18 +88,20 @@ def test_a_document_is_unchanged_by_the_others_in_its_row(family: str) -> None:
     torch.testing.assert_close(before[0, 8:], single[0, :12], rtol=tolerance, atol=tolerance)
 
 
-# One compiled family for each way of attending and of positions.
+# One compiled family for each way of attending and of positions; by default one layer, capped and within a window.
 _COMPILED = [
-    pytest.param(family, True, marks=marks)
-    for family, marks in (("gemma2", ()), ("llama", pytest.mark.slow), ("gpt2", pytest.mark.slow))
+    pytest.param("gemma2", 1, True),
+    *(pytest.param(family, 2, True, marks=pytest.mark.slow) for family in ("gemma2", "llama", "gpt2")),
 ]
 
 
-@pytest.mark.parametrize(("family", "compiled"), [*((family, False) for family in TINY_FAMILIES), *_COMPILED])
+@pytest.mark.parametrize(
+    ("family", "layers", "compiled"), [*((family, 2, False) for family in TINY_FAMILIES), *_COMPILED]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's compiler
-def test_packed_rows_train_as_transformers_trains_the_documents_alone(family: str, compiled: bool) -> None:
+def test_packed_rows_train_as_transformers_trains_the_documents_alone(family: str, layers: int, compiled: bool) -> None:
     """Loss and gradient norm of a step, and every updated weight, against autograd over one document at a time."""
-    config = tiny_config(family)
+    config = tiny_config(family, num_hidden_layers=layers)
     model, packed = model_spec(config), packed_rows()
     weights = random_weights(config, torch.float32)
     whole = whole_model(config, model, blocks_of(model, weights))

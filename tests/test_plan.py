@@ -17,7 +17,9 @@ from simulator.policy import Workload, check_policy
 from simulator.predict import predict
 
 GIB = 2**30
-WORKLOAD = Workload(sequence_length=1024, tokens_per_step=16384, gradient_format="bf16", compiled=True)
+WORKLOAD = Workload(
+    sequence_length=1024, tokens_per_step=16384, gradient_format="bf16", compiled=True, micro_batch_rows=8
+)
 
 
 @pytest.fixture(scope="module")

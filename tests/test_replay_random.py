@@ -16,7 +16,7 @@ from simulator.replay import Price, Sharing, replay, replay_stretch
 from simulator.timeline import Timeline
 
 STEPS = 12
-SEEDS = range(60)
+SEEDS = [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 60))]
 
 
 def run(step_program: StepProgram, prices: Mapping[str, Price], sharing: Sharing) -> Timeline:

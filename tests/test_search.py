@@ -82,7 +82,7 @@ def test_plans_keep_their_limits_their_bound_and_the_rules_of_programs(seed: int
     assert found.replay().figures == found.prediction
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 def test_more_memory_is_never_slower(seed: int) -> None:
     random = Random(seed)
     case = random_case(random)

@@ -190,7 +190,7 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
     ("precision", "gradient_format", "clipping", "tied", "steps"),
     [
         ("fp32", "fp32", "global", False, 3),
-        ("fp32", "bf16", "global", True, 2),
+        pytest.param("fp32", "bf16", "global", True, 2, marks=pytest.mark.slow),
         ("bf16", "fp32", "global", True, 3),
         ("bf16", "bf16", "global", False, 2),
         ("bf16", "bf16", "layerwise", False, 2),
