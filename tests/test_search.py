@@ -166,7 +166,7 @@ def test_shared_memory_counts_both_tiers_against_the_host() -> None:
     [
         (6, 120, "device memory", None),
         pytest.param(24, 87, "host memory", "device memory", marks=pytest.mark.slow),
-        pytest.param(20, 64, "device memory", "host memory", marks=pytest.mark.slow),
+        pytest.param(16, 64, "device memory", "host memory", marks=pytest.mark.slow),
     ],
 )
 def test_memory_that_a_message_asks_for_is_enough(
