@@ -6,9 +6,9 @@ the head (final norm and, unless tied, the output projection).
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
@@ -16,7 +16,7 @@ from simulator.errors import InputError, UnsupportedChoice
 from simulator.families import FAMILIES, Family, require_plain, require_supported, variant_of, window_of
 from simulator.formats import BLOCK_ALIGNMENT_ELEMENTS
 from simulator.json_text import RepeatedKey, parse_json
-from simulator.model_config import require_known_functions, require_possible
+from simulator.model_config import MOST_SIZE, require_known_functions, require_possible
 from simulator.nearest import did_you_mean, nearest_path
 from simulator.schema import Schema
 
@@ -24,13 +24,15 @@ BlockKind = Literal["embedding", "layer", "head"]
 
 PROJECTION = "lm_head.weight"
 
+Size = Annotated[int, pydantic.Field(ge=1, le=MOST_SIZE)]
+
 
 class TensorSpec(Schema):
     """One parameter tensor: its name inside the block, its shape, its first element in the block."""
 
     name: str
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[Size, ...] = pydantic.Field(max_length=8)
+    offset: int = pydantic.Field(ge=0, le=2**62)
     # Never updated; simulator/freezing.py sets it. Left out where it is not, so that hashes of models without frozen
     # tensors are what they were before there was freezing.
     frozen: bool = pydantic.Field(default=False, exclude_if=lambda frozen: not frozen)
@@ -50,7 +52,7 @@ class BlockSpec(Schema):
 
     kind: BlockKind
     variant: str
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[TensorSpec, ...] = pydantic.Field(min_length=1)
     # Left out where there is none, so that hashes of models without windows are what they were before windows.
     window: int | None = pydantic.Field(default=None, ge=1, exclude_if=lambda window: window is None)
     # Nothing in it or below it is trained, so no gradient passes through it.
@@ -103,17 +105,43 @@ class ModelSpec(Schema):
     """What the simulator, the planner and the executor know of a model."""
 
     family: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
+    hidden_size: Size
+    intermediate_size: Size
+    num_layers: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    vocab_size: Size
     tied_embeddings: bool
     kinds: tuple[BlockSpec, ...]
     kind_of_block: tuple[int, ...]
     num_parameters: int
+
+    @pydantic.model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        """A spec may come from a plan's file, and not from a config."""
+        for wrong in self._contradictions():
+            raise ValueError(wrong)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.family not in FAMILIES:
+            yield f"family: {self.family!r} is none of {', '.join(sorted(FAMILIES))}"
+        if len(self.kind_of_block) != self.num_layers + 2:
+            yield (
+                f"kind_of_block: has {len(self.kind_of_block)} entries; {self.num_layers} layers with embedding and "
+                f"head are {self.num_layers + 2}"
+            )
+        if not all(0 <= kind < len(self.kinds) for kind in self.kind_of_block):
+            yield f"kind_of_block: names a kind that is none of the {len(self.kinds)} in kinds"
+        kinds = [self.kinds[kind].kind for kind in self.kind_of_block]
+        if kinds != ["embedding", *["layer"] * self.num_layers, "head"]:
+            yield "kind_of_block: the blocks are not an embedding, layers and a head, in this order"
+        counted = sum(self.kinds[kind].num_parameters for kind in self.kind_of_block)
+        if counted != self.num_parameters:
+            yield f"num_parameters: {self.num_parameters}, but the tensors of all blocks hold {counted}"
+        if not any(self.kinds[kind].trained for kind in self.kind_of_block):
+            yield "kinds: every tensor is frozen, so there is nothing to train"
 
     @property
     def num_blocks(self) -> int:

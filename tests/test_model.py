@@ -288,3 +288,40 @@ def test_impossible_combinations_are_named(family: str, changes: dict[str, Any],
     with pytest.raises(InputError) as error:
         model_spec(settings)
     assert told in one_sentence(error)
+
+
+def tensors_of(spec: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of the embedding, in a spec's JSON."""
+    found: dict[str, Any] = spec["kinds"][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda spec: spec.update(family="lama"), "family: 'lama' is none of"),
+        (lambda spec: spec.update(hidden_size=10**60), "hidden_size"),
+        (
+            lambda spec: spec.update(num_layers=2),
+            "kind_of_block: has 5 entries; 2 layers with embedding and head are 4",
+        ),
+        (lambda spec: spec["kind_of_block"].__setitem__(1, 7), "kind_of_block: names a kind that is none of the 3"),
+        (lambda spec: spec["kind_of_block"].__setitem__(0, -1), "kind_of_block: names a kind"),
+        (lambda spec: spec["kind_of_block"].__setitem__(0, 1), "not an embedding, layers and a head"),
+        (lambda spec: spec.update(kinds=[]), "kind_of_block: names a kind"),
+        (lambda spec: tensors_of(spec).update(tensors=[]), "kinds.0.tensors"),
+        (lambda spec: tensors_of(spec)["tensors"][0].update(shape=[67, -40]), "kinds.0.tensors.0.shape.1"),
+        (lambda spec: tensors_of(spec)["tensors"][0].update(shape=[67, 41]), "num_parameters: .* hold"),
+        (
+            lambda spec: [tensor.update(frozen=True) for kind in spec["kinds"] for tensor in kind["tensors"]],
+            "every tensor is frozen",
+        ),
+    ],
+)
+def test_a_spec_that_contradicts_itself_is_refused(tmp_path: Path, edit: Any, reason: str) -> None:
+    spec = model_spec(config()).model_dump(mode="json")
+    ModelSpec.model_validate(spec)
+    edit(spec)
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    with pytest.raises(InputError, match=reason):
+        ModelSpec.load(tmp_path / "spec.json")
