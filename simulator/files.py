@@ -10,11 +10,11 @@ def write_whole(path: Path | str, text: str) -> None:
 
     A link stays and what it names is written; a device or a pipe, as /dev/stdout, is written in place.
     """
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+    if Path(path).exists() and not Path(path).is_file():
+        Path(path).write_text(text, encoding="utf-8")
         return
-    beside = path.with_name(path.name + ".tmp")
+    path = Path(os.path.realpath(path))
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two processes may write one file: the last one stays
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)

@@ -275,6 +275,30 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
     assert not Path("/dev/null").is_file()
 
 
+def test_a_pipe_is_written_in_place():
+    """`--output /dev/stdout | jq`: what the link names is no path of a file."""
+    reading, writing = os.pipe()
+    write_whole(f"/dev/fd/{writing}", "new")
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert pipe.read() == "new"
+
+
+def test_two_writers_of_one_file_leave_the_work_of_one(tmp_path, monkeypatch):
+    """The other process writes the same file between this one's writing and its renaming."""
+    replace, own = os.replace, os.getpid()
+
+    def late(*paths):
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: own + 1)
+        write_whole(tmp_path / "a.json", "other, and longer")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", late)
+    write_whole(tmp_path / "a.json", "mine")
+    assert content(tmp_path) == {"a.json": b"mine"}
+
+
 def test_a_directory_in_which_a_run_is_at_work_is_refused(given, tmp_path, complaint):
     output = tmp_path / "run"
     with taken_folder(output):
