@@ -11,19 +11,20 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Self
 
 import pydantic
 import torch
 
 from analysis.plain_torch import measure_plain
-from executor.config import Size, load_config
+from executor.config import Memory, load_config
 from executor.data.dataset import SYNTHETIC, open_dataset
 from executor.ideal import MeasuredIdeal, measure_ideal
 from executor.launch import launch
-from executor.record import RunRecord, append_result
+from executor.record import RunRecord, append_result, load_results
 from executor.run import Interrupted
 from executor.run_directory import RECORD
+from executor.run_plan import allowed_bytes
 from executor.yaml_mapping import read_yaml_mapping
 from planner.ablation import ABLATIONS, ablate
 from planner.plan import Limits, Plan
@@ -60,9 +61,17 @@ class Row(Schema):
     tokens_per_step: Count
     micro_batch_size: Count | None = None
     gradient_format: GradientFormat = "bf16"
-    device_memory: Size | None = None
-    host_memory: Size | None = None
+    device_memory: Memory | None = None
+    host_memory: Memory | None = None
     costs: str | None = None  # measured costs of this row's layers, where they are not those given for all
+
+    @pydantic.model_validator(mode="after")
+    def _is_a_workload(self) -> Self:
+        try:
+            self.workload()
+        except pydantic.ValidationError as error:
+            raise ValueError(describe(error).replace("micro_batch_rows", "micro_batch_size")) from error
+        return self
 
     def workload(self) -> Workload:
         return Workload(
@@ -75,6 +84,14 @@ class Matrix(Schema):
     """The rows of a benchmark."""
 
     rows: tuple[Row, ...] = pydantic.Field(min_length=1)
+
+    @pydantic.model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        """A row's runs go into a folder of its name."""
+        cases = [row.case for row in self.rows]
+        if repeated := sorted({case for case in cases if cases.count(case) > 1}):
+            raise ValueError(f"rows: more than one has the case {', '.join(repeated)}; give each a name of its own")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +133,19 @@ def bench(
     `ablations` (of planner.ablation) are further runs of a row, with the first of `clips`, without one means each.
     A run that fails, as where memory runs out, is recorded as that, and the next one starts.
 
-    Raises InputError for a row that no plan fits and for output directories that hold runs already.
+    Raises InputError for a row that no plan fits, for output directories that hold runs already and for a results file
+    that is none, before the first row runs.
     """
     device = torch.device("cuda", 0) if hardware.device.kind == "cuda" else torch.device("cpu")
+    if results is not None and results.exists():
+        load_results(results)
+    for directory in (output / f"{row.case}-{clip}" for row in rows for clip in clips):
+        if (directory / RECORD).exists():
+            raise InputError(f"--output: {directory} holds a run already; name another folder")
+    planned = [_planned(row, hardware, output, costs, compiled=device.type == "cuda") for row in rows]
     found = []
-    for row in rows:
-        config, path = _config(row, output)
-        model = model_spec(config)
-        workload = row.workload().model_copy(update={"compiled": device.type == "cuda"})
-        limits = Limits(
-            device_memory_bytes=row.device_memory or hardware.device.memory_bytes,
-            host_memory_bytes=row.host_memory or hardware.host.memory_bytes,
-        )
-        prices = OperationCosts.load(row.costs) if row.costs is not None else costs
-        plan = run_plan(model, workload, hardware, limits, prices, model_path=str(path))
+    for row, (config, path, prices, plan) in zip(rows, planned, strict=True):
+        model, workload = plan.model, plan.inputs.workload
         point = _ideal_point(model, workload, hardware, prices) if with_ideal else None
         ideals = [_ideal(config, workload, point, device, warm_seconds)] if point else []
         records = [_train(row, plan, path, output, clip, warm_seconds, say) for clip in clips]
@@ -157,6 +173,32 @@ def bench(
     return found
 
 
+class Planned(NamedTuple):
+    """A row's model config, the file that it lies in, and its plan with what that was priced by."""
+
+    config: dict[str, Any]
+    path: Path
+    costs: OperationCosts | None
+    plan: Plan
+
+
+def _planned(
+    row: Row, hardware: HardwareProfile, output: Path, costs: OperationCosts | None, *, compiled: bool
+) -> Planned:
+    try:
+        config, path = _config(row, output)
+        limits = Limits(
+            device_memory_bytes=allowed_bytes("device_memory", row.device_memory, hardware.device.memory_bytes),
+            host_memory_bytes=allowed_bytes("host_memory", row.host_memory, hardware.host.memory_bytes),
+        )
+        prices = OperationCosts.load(row.costs) if row.costs is not None else costs
+        workload = row.workload().model_copy(update={"compiled": compiled})
+        plan = run_plan(model_spec(config), workload, hardware, limits, prices, model_path=str(path))
+    except InputError as error:
+        raise InputError(f"{row.case}: {error}") from error
+    return Planned(config, path, prices, plan)
+
+
 def _config(row: Row, output: Path) -> tuple[dict[str, Any], Path]:
     """The model's config, cut where the row says so, and the file that it lies in."""
     config = read_model_config(row.model)
@@ -164,7 +206,7 @@ def _config(row: Row, output: Path) -> tuple[dict[str, Any], Path]:
     if row.num_layers is None or row.num_layers == hf_config.num_hidden_layers:
         return config, Path(row.model)
     if row.num_layers > hf_config.num_hidden_layers:
-        raise InputError(f"{row.case}: num_layers: {row.num_layers}; {row.model} has {hf_config.num_hidden_layers}")
+        raise InputError(f"num_layers: {row.num_layers}; {row.model} has {hf_config.num_hidden_layers}")
     config = with_layers(config, hf_config, list(range(row.num_layers)))
     path = output / f"{row.case}.config.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,14 @@ def test_a_row_is_planned_trained_and_recorded_beside_its_ideal(matrix: Path, tm
         ("rows: [{case: a/b, model: m, sequence_length: 1, tokens_per_step: 1}]", "case"),
         ("rows: [{case: a, model: m, sequence_length: 0, tokens_per_step: 1}]", "sequence_length"),
         ("rows: [{case: a, model: m, sequence_length: 1, tokens_per_step: 1, device_memory: much}]", "device_memory"),
+        ("rows: [{case: a, model: m, sequence_length: 1, tokens_per_step: 1, device_memory: 0}]", "device_memory"),
+        ("rows: [{case: a, model: m, sequence_length: 32, tokens_per_step: 65}]", "rows.0: tokens_per_step 65 is not"),
+        (
+            "rows: [{case: a, model: m, sequence_length: 32, tokens_per_step: 64, micro_batch_size: 5}]",
+            "rows.0: micro_batch_size 5 does not divide the 2 rows",
+        ),
+        ("rows: [{case: a, model: m, sequence_length: 1, tokens_per_step: 1099511627776}]", "rows.0: tokens_per_step"),
+        ("rows:" + 2 * "\n- {case: a, model: m, sequence_length: 1, tokens_per_step: 1}", "the case a; give each"),
         ("columns: []", "columns"),
     ],
 )
@@ -115,6 +123,38 @@ def test_a_row_s_own_costs_price_its_plan(matrix: Path, tmp_path: Path) -> None:
     missing = row.model_copy(update={"costs": str(tmp_path / "none.json")})
     with pytest.raises(InputError, match=r"none\.json"):
         bench([missing], load_hardware("cpu-2-core"), tmp_path / "out", say=lambda line: None)
+
+
+@pytest.mark.parametrize("wrong", ["model", "costs", "host_memory", "results", "output"])
+def test_what_is_wrong_with_a_later_row_is_said_before_the_first_runs(wrong: str, matrix: Path, tmp_path: Path) -> None:
+    """Rows take minutes to hours each."""
+    first, last = load_matrix(matrix).rows
+    changes = {"model": "none", "costs": "none.json", "host_memory": 1}
+    rows = [first, last.model_copy(update={wrong: changes[wrong]}) if wrong in changes else last]
+    results = tmp_path / "results.json"
+    if wrong == "results":
+        results.write_text("{}")
+    if wrong == "output":
+        (tmp_path / "out" / "short-unclipped").mkdir(parents=True)
+        (tmp_path / "out" / "short-unclipped" / "run.json").write_text("{}")
+    said: list[str] = []
+    reason = {"results": "results.json: is not a list", "output": "short-unclipped holds a run already"}
+    with pytest.raises(InputError, match=reason.get(wrong, "^short: ")):
+        bench(rows, load_hardware("cpu-2-core"), tmp_path / "out", results=results, say=said.append)
+    assert not said
+    assert not (tmp_path / "out" / "tiny-clipped").exists()
+
+
+def test_a_limit_above_the_machine_s_memory_plans_with_what_it_has(matrix: Path, tmp_path: Path) -> None:
+    hardware = load_hardware("cpu-2-core")
+    row = load_matrix(matrix).rows[0].model_copy(update={"device_memory": 2**60, "host_memory": 2**60})
+    (found,) = bench(
+        [row], hardware, tmp_path / "out", clips=["clipped"], with_ideal=False, with_plain=False, warm_seconds=0.0,
+        say=lambda line: None,
+    )  # fmt: skip
+    limits = found.plan.inputs.limits
+    assert limits.device_memory_bytes == hardware.device.memory_bytes
+    assert limits.host_memory_bytes == hardware.host.memory_bytes
 
 
 def test_more_layers_than_the_model_has_are_refused(matrix: Path, tmp_path: Path) -> None:
