@@ -1,6 +1,7 @@
 """The options of each command. Scripts call these: names and meanings stay stable."""
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable
@@ -46,10 +47,29 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """A number of seconds, 0 or more and no more than a day, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and a day, 86400")
+    return found
+
+
+def price(text: str) -> float:
+    """A number, for argparse: what prices may be, planner.price knows."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, as 2.5; currencies are left out") from error
+
+
 def output_file(text: str) -> str:
     """The path of a file that can be written, for argparse: known before minutes of work, not after them."""
     path = Path(text)
-    if path.is_dir():
+    if path.is_dir() or text.endswith(os.sep):
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
@@ -118,7 +138,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )
     questions.add_argument("--largest", action="store_true", help="the deepest model of this width that fits")
     questions.add_argument("--longest-sequence", action="store_true", help="the longest sequence that fits")
-    questions.add_argument("--price-per-hour", metavar="PRICE", type=float, help="of the machine; adds cost per token")
+    questions.add_argument("--price-per-hour", metavar="PRICE", type=price, help="of the machine; adds cost per token")
 
     parser.add_argument("--output", metavar="FILE", type=output_file, help="write the plan as JSON")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of a table")
@@ -158,7 +178,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "host-optimizer, checkpoint-interval-1, no-depth-first, or all",
     )  # fmt: skip
     parser.add_argument(
-        "--warm-seconds", metavar="S", type=float, default=30.0, help="load before timing starts [%(default)s]"
+        "--warm-seconds", metavar="S", type=seconds, default=30.0, help="load before timing starts [%(default)s]"
     )
 
 
