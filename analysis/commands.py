@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from simulator.hardware import HardwareProfile
+    from simulator.predict import StepFigures
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -37,7 +38,7 @@ def measure(arguments: argparse.Namespace) -> int:
     """Time operations of a model on this machine and write their costs."""
     import torch
 
-    from executor.folder import require_writable
+    from executor.folder import require_no_input, require_writable
     from executor.measure import measure as run_measure
     from simulator.hardware import load_hardware
     from simulator.model import read_model_config
@@ -45,6 +46,7 @@ def measure(arguments: argparse.Namespace) -> int:
     from simulator.schema import validated
 
     require_writable(arguments.output, what="--output")
+    require_no_input(arguments.output, _model_and_hardware_files(arguments), what="--output")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     workload = validated(
         Workload,
@@ -61,6 +63,14 @@ def measure(arguments: argparse.Namespace) -> int:
     costs.save(arguments.output)
     print(f"{len(costs.entries)} operations written to {arguments.output}")
     return 0
+
+
+def _model_and_hardware_files(arguments: argparse.Namespace) -> dict[str, list[Path]]:
+    """The files that `--model` and `--hardware` may name, by option."""
+    return {
+        "--model": [Path(arguments.model), Path(arguments.model, "config.json")],
+        "--hardware": [Path(arguments.hardware)],
+    }
 
 
 def _say_limits_above(hardware: "HardwareProfile", arguments: argparse.Namespace) -> None:
@@ -82,9 +92,9 @@ def _say_limits_above(hardware: "HardwareProfile", arguments: argparse.Namespace
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found; and answer what is asked beside."""
     from analysis.questions import largest, longest, progress_lines, require_folder, said_after_a_while, sweeps
-    from executor.folder import require_writable
+    from executor.folder import require_no_input, require_writable
     from executor.run_plan import allowed_bytes
-    from planner.calibrate import fold_runs, load_run
+    from planner.calibrate import fold_runs, load_run, require_same_device
     from planner.explain import plan_table
     from planner.explanation import explanation, explanation_text
     from planner.plan import Limits
@@ -106,6 +116,9 @@ def plan(arguments: argparse.Namespace) -> int:
         parse_sweep(text)  # known to be wrong before anything is planned
     if arguments.output:
         require_writable(arguments.output, what="--output")
+        measured = [Path(run, name) for run in arguments.calibrate for name in ("plan.json", "timeline.json")]
+        inputs = {**_model_and_hardware_files(arguments), "--costs": [arguments.costs], "--calibrate": measured}
+        require_no_input(arguments.output, inputs, what="--output")
     if arguments.what_if:
         require_folder(Path(arguments.figures), what="--figures")
     hardware = load_hardware(arguments.hardware)
@@ -128,7 +141,9 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     costs = OperationCosts.load(arguments.costs) if arguments.costs else None
     if arguments.calibrate:
-        costs = fold_runs([load_run(run) for run in arguments.calibrate], costs)
+        runs = [load_run(run) for run in arguments.calibrate]
+        require_same_device(runs, hardware)
+        costs = fold_runs(runs, costs)
     _say_limits_above(hardware, arguments)
     limits = Limits(
         device_memory_bytes=allowed_bytes("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
@@ -165,7 +180,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Replay a plan, on its own machine or another, and print what it does."""
     import json
 
-    from executor.folder import require_writable
+    from executor.folder import require_no_input, require_writable
     from planner.plan import Plan
     from simulator.files import write_whole
     from simulator.hardware import load_hardware
@@ -174,8 +189,11 @@ def simulate(arguments: argparse.Namespace) -> int:
 
     if arguments.trace:
         require_writable(arguments.trace, what="--trace")
+        inputs = {"the plan's name": [arguments.plan], "--hardware": [arguments.hardware]}
+        require_no_input(arguments.trace, inputs, what="--trace")
     planned = Plan.load(arguments.plan)
-    prediction = planned.replay(load_hardware(arguments.hardware) if arguments.hardware else None)
+    other = load_hardware(arguments.hardware) if arguments.hardware else None
+    prediction = planned.replay(other)
     figures, timeline = prediction.figures, prediction.timeline
     print(f"step time    {format_seconds(figures.step_seconds)}")
     print(f"TFLOPS       {figures.tflops:.4g} (6 N T), {figures.tflops_with_attention:.4g} with attention")
@@ -191,7 +209,25 @@ def simulate(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         write_whole(arguments.trace, json.dumps(chrome_trace({"predicted": timeline})))
         print(f"trace written to {arguments.trace}")
+    if other is not None:
+        _say_peaks_above(other, figures)
     return 0
+
+
+def _say_peaks_above(hardware: "HardwareProfile", figures: "StepFigures") -> None:
+    """Tell where a plan that was replayed on another machine takes more memory than that machine has."""
+    from simulator.units import format_bytes
+
+    for tier, peak_bytes, has_bytes in (
+        ("device", figures.device_peak_bytes, hardware.device.memory_bytes),
+        ("host", figures.host_peak_bytes, hardware.host.memory_bytes),
+    ):
+        if peak_bytes > has_bytes:
+            print(
+                f"conveyor: {tier} peak: {format_bytes(peak_bytes)} is more than the {format_bytes(has_bytes)} of "
+                f"{hardware.name}: the plan does not fit there",
+                file=sys.stderr,
+            )
 
 
 def train(arguments: argparse.Namespace) -> int:

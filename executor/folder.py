@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,6 +60,19 @@ def require_writable(path: Path | str, *, what: str) -> None:
         raise InputError(f"{what}: there is no folder {path.parent}{did_you_mean(nearest_path(path.parent))}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError(f"{what}: {path} cannot be written; set it to a place where you may write")
+
+
+def require_no_input(path: Path | str, inputs: Mapping[str, Iterable[Path | str | None]], *, what: str) -> None:
+    """Raise InputError where `path`, which will be written, is one of the files that were named to be read.
+
+    `inputs`: files by the option that names them; None and files that do not exist are no such files.
+    """
+    if not os.path.isfile(path):
+        return
+    for option, files in inputs.items():
+        for file in files:
+            if file is not None and os.path.isfile(file) and os.path.samefile(path, file):
+                raise InputError(f"{what}: {path} is what {option} names, and would be lost; name another file")
 
 
 def require_free_disk(

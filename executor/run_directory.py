@@ -19,20 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
 from executor.record import RunRecord, record_json
 from simulator.errors import ConveyorError, InputError
 from simulator.files import write_whole
-from simulator.schema import Schema, describe
+from simulator.schema import Schema
 from simulator.timeline import Timeline
 
 PLAN, CONFIG, METRICS, RECORD = "plan.json", "config.yaml", "metrics.jsonl", "run.json"
 EVALUATIONS = "evaluations.jsonl"
 TIMELINE, PREDICTED_TIMELINE = "timeline.json", "predicted_timeline.json"
 CHECKPOINTS, EXPORTED = "checkpoints", "model"
-
-_TIMELINE = pydantic.TypeAdapter(Timeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +178,7 @@ def load_eval_losses(directory: Path | str, *, before_step: int) -> list[float]:
 
 
 def _load_timeline(path: Path) -> Timeline | None:
-    if not path.exists():
-        return None
-    try:
-        timeline = _TIMELINE.validate_json(_read(path))
-    except pydantic.ValidationError as error:
-        first = describe(error).partition("; ")[0]
-        raise InputError(f"{path}: is not a timeline ({first})") from error
-    numbers = [timeline.step_seconds, *(edge for span in timeline.spans for edge in (span.start, span.end))]
-    if not timeline.spans or timeline.step_seconds <= 0 or not all(map(math.isfinite, numbers)):
-        raise InputError(f"{path}: is not a timeline (it has no operations, or times that are impossible)")
-    return timeline
+    return Timeline.load(path) if path.exists() else None
 
 
 def _read(path: Path) -> str:

@@ -15,6 +15,8 @@ from planner.plan import Plan
 from simulator.build import build
 from simulator.costs import MeasuredCost, OperationCosts, Pricing, operation_key, shape_hash
 from simulator.errors import InputError
+from simulator.hardware import HardwareProfile
+from simulator.nearest import did_you_mean, nearest_path
 from simulator.program import Buffer, Kind, Operation, Resource, Role, Tier
 from simulator.timeline import Span, Timeline
 
@@ -39,7 +41,23 @@ class MeasuredRun:
 def load_run(directory: Path | str) -> MeasuredRun:
     """Read plan.json and timeline.json of a run directory. Raises InputError naming the file."""
     directory = Path(directory)
-    return MeasuredRun(directory.name, Plan.load(directory / "plan.json"), Timeline.load(directory / "timeline.json"))
+    if not directory.is_dir():
+        hint = did_you_mean(nearest_path(directory))
+        raise InputError(f"calibrate: {directory} is no run directory{'' if directory.exists() else hint}")
+    return MeasuredRun(
+        directory.resolve().name, Plan.load(directory / "plan.json"), Timeline.load(directory / "timeline.json")
+    )
+
+
+def require_same_device(runs: Sequence[MeasuredRun], hardware: HardwareProfile) -> None:
+    """Raise InputError for runs of another device than the one that is planned for: its times say nothing here."""
+    for run in runs:
+        measured = run.plan.hardware.device
+        if (measured.kind, measured.name) != (hardware.device.kind, hardware.device.name):
+            raise InputError(
+                f"calibrate: run {run.name!r} was measured on {measured.name!r}, and {hardware.name!r} computes on "
+                f"{hardware.device.name!r}; name runs of the machine that is planned for"
+            )
 
 
 def fold_runs(runs: Sequence[MeasuredRun], costs: OperationCosts | None = None) -> OperationCosts:
@@ -56,7 +74,7 @@ def fold_runs(runs: Sequence[MeasuredRun], costs: OperationCosts | None = None) 
         costs = _table_for(run, costs)
         pricing = Pricing(run.plan.model, run.plan.inputs.workload, run.plan.policy, run.plan.hardware, costs)
         for key, operation, span, alone in _measured_operations(run):
-            (seconds if alone else crowded).setdefault(key, []).append(span.end - span.start)
+            (seconds if alone else crowded).setdefault(key, []).append(max(0.0, span.end - span.start))
             if key not in bytes_of:
                 bytes_of[key] = _bytes(pricing, key, operation)
     assert costs is not None

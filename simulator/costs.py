@@ -31,8 +31,8 @@ class MeasuredCost(Schema):
     """One operation, measured alone: seconds, bytes that live only while it runs, bytes it keeps for the backward."""
 
     seconds: float = pydantic.Field(ge=0, le=86_400)  # no operation takes a day
-    transient_bytes: int | None = pydantic.Field(default=None, ge=0)  # None: not measured, estimated
-    kept_bytes: int = pydantic.Field(default=0, ge=0)
+    transient_bytes: int | None = pydantic.Field(default=None, ge=0, le=2**50)  # None: not measured, estimated
+    kept_bytes: int = pydantic.Field(default=0, ge=0, le=2**50)
     source: str
 
 

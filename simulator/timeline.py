@@ -4,12 +4,16 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pydantic
+
 from simulator.errors import InputError
 from simulator.files import write_whole
+from simulator.schema import describe
 
 # What an operation of each kind does for the step, and how idle time of the compute resource is called when an
 # operation of that kind is what it waited for.
@@ -39,6 +43,8 @@ OTHER_WAIT = "waiting for other operations"
 LAUNCH_GAPS = "launch gaps"
 # Ends and starts that differ by less than this share of a step are the same moment.
 GRAIN = 1e-9
+MOST_SECONDS = 1e7  # of a step: months
+CLOCK_SECONDS = 1e-6  # what the ends of a measured operation may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +113,34 @@ class Timeline:
 
     @classmethod
     def load(cls, path: Path | str) -> "Timeline":
-        """Read a file that `save` wrote. Raises InputError naming the file."""
+        """Read a file that `save` wrote. Raises InputError naming the file, and what is wrong with it."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls(
-                step_seconds=data["step_seconds"],
-                spans=tuple(Span(**row) for row in data["spans"]),
-                memory={tier: tuple(MemoryPoint(**row) for row in rows) for tier, rows in data["memory"].items()},
-                peak_bytes=data["peak_bytes"],
-            )
+            timeline = _timelines().validate_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}: is not a timeline ({error})") from error
+            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: is not UTF-8 text") from error
+        except pydantic.ValidationError as error:
+            first = describe(error).partition("; ")[0]
+            raise InputError(f"{path}: is not a timeline ({first})") from error
+        if not timeline._is_possible():
+            raise InputError(f"{path}: is not a timeline (it has no operations, or times or bytes that are impossible)")
+        return timeline
+
+    def _is_possible(self) -> bool:
+        sizes = [*self.peak_bytes.values(), *(point.num_bytes for points in self.memory.values() for point in points)]
+        ordered = all(-CLOCK_SECONDS <= span.end - span.start <= MOST_SECONDS for span in self.spans)
+        return (
+            len(self.spans) > 0
+            and ordered
+            and 0 < self.step_seconds <= MOST_SECONDS
+            and all(0 <= size <= 2**62 for size in sizes)
+        )
+
+
+@cache
+def _timelines() -> "pydantic.TypeAdapter[Timeline]":
+    return pydantic.TypeAdapter(Timeline)
 
 
 class _Moment(NamedTuple):

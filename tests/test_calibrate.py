@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from planning_cases import machine, toy_model
 
-from planner.calibrate import MeasuredRun, fold_runs, load_run
+from planner.calibrate import MeasuredRun, fold_runs, load_run, require_same_device
 from planner.plan import Limits, Plan
 from planner.search import plan
 from simulator.costs import MeasuredCost, OperationCosts, operation_key, shape_hash
@@ -156,3 +156,23 @@ def test_run_directories_are_read_and_missing_files_named(tmp_path: Path) -> Non
         load_run(directory)
     found.replay().timeline.save(directory / "timeline.json")
     assert load_run(directory).name == "first"
+
+
+def test_what_is_no_run_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "first").mkdir()
+    with pytest.raises(InputError, match=r"calibrate: .*plan\.json is no run directory$"):
+        load_run(tmp_path / "plan.json")
+    with pytest.raises(InputError, match=r"furst is no run directory; did you mean .*first"):
+        load_run(tmp_path / "furst")
+
+
+def test_runs_of_another_device_are_refused() -> None:
+    found = planned()
+    run = run_of(found, found.replay().timeline)
+    require_same_device([run], found.hardware)
+    other = found.hardware.model_copy(
+        update={"device": found.hardware.device.model_copy(update={"name": "another one"}), "name": "elsewhere"}
+    )
+    with pytest.raises(InputError, match=r"run 'run' was measured on .*, and 'elsewhere' computes on 'another one'"):
+        require_same_device([run], other)

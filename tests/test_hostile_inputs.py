@@ -275,6 +275,41 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
     assert not Path("/dev/null").is_file()
 
 
+@pytest.mark.parametrize("option", ["--model", "--hardware", "--costs", "--calibrate"])
+def test_a_plan_is_not_written_over_what_it_is_made_from(given, tmp_path, complaint, option):
+    shutil.copytree(given / "model", tmp_path / "model")
+    for name, source in (("mine.json", load_hardware("cpu-2-core")), ("run/plan.json", None)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source.model_dump_json() if source else (given / "plan.json").read_text())
+    (tmp_path / "costs.json").write_text("{}")
+    files = {"--model": "model/config.json", "--hardware": "mine.json", "--costs": "costs.json"}
+    output = tmp_path / files.get(option, "run/plan.json")
+    before = content(tmp_path)
+    named = ["--model", tmp_path / "model", "--hardware", tmp_path / "mine.json", "--costs", tmp_path / "costs.json"]
+    sizes = ["--sequence-length", 16, "--tokens-per-step", 64, "--calibrate", tmp_path / "run"]
+    said = complaint("plan", *named, *sizes, "--output", output)
+    assert f"--output: {output} is what {option} names, and would be lost" in said
+    assert content(tmp_path) == before
+
+
+def test_a_trace_is_not_written_over_the_plan(given, complaint):
+    before = (given / "plan.json").read_bytes()
+    assert "would be lost" in complaint("simulate", given / "plan.json", "--trace", given / "plan.json")
+    assert (given / "plan.json").read_bytes() == before
+
+
+def test_a_replay_on_another_machine_says_what_does_not_fit_there(given, tmp_path, complaint):
+    profile = json.loads(load_hardware("cpu-2-core").model_dump_json())
+    for tier in ("device", "host"):
+        profile[tier]["memory_bytes"] = 350 * 2**20
+    profile["host"]["pinned_limit_bytes"] = None
+    (tmp_path / "small.json").write_text(json.dumps(profile))
+    said = complaint("simulate", given / "plan.json", "--hardware", tmp_path / "small.json", code=0)
+    assert said.startswith("conveyor: host peak: ")
+    assert "more than the 350.0 MiB of cpu-2-core: the plan does not fit there" in said
+    assert complaint("simulate", given / "plan.json", "--hardware", "h200", code=0) == ""
+
+
 def test_a_pipe_is_written_in_place():
     """`--output /dev/stdout | jq`: what the link names is no path of a file."""
     reading, writing = os.pipe()
@@ -359,6 +394,13 @@ def test_costs_whose_keys_name_no_rows_are_refused(tokens):
     entry = MeasuredCost(seconds=1.0, source="by hand")
     with pytest.raises(ValueError, match=r"\[key\]\n.*match pattern"):
         OperationCosts(hardware="h", shape="s", precision="fp32", compiled=False, entries={f"forward.{tokens}": entry})
+
+
+@pytest.mark.parametrize("key", ["transient_bytes", "kept_bytes"])
+@pytest.mark.parametrize("num_bytes", [-1, 10**30, 10**400])
+def test_measured_bytes_that_no_machine_has_are_refused(key, num_bytes):
+    with pytest.raises(ValueError, match=f"{key}\n.* than or equal to"):
+        MeasuredCost(seconds=1.0, source="by hand", **{key: num_bytes})
 
 
 @pytest.mark.parametrize(

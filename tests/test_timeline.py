@@ -1,7 +1,9 @@
 """Timelines: lost time by cause on spans written by hand, files, traces, memory curves, deviations."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,3 +147,29 @@ def test_deviations_are_summed_by_kind_and_the_largest_comes_first() -> None:
         ("load_weights on h2d", 1.0, None),  # not 0: nobody has measured it
     ]
     assert len(largest_deviations(predicted, measured)) == 3
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda data: data["spans"][0].update(start="x"),
+        lambda data: data["spans"][0].update(end=None),
+        lambda data: data["spans"][0].update(name=[]),
+        lambda data: data["spans"][0].update(start=1e300),
+        lambda data: data["spans"][0].update(start=10**400),
+        lambda data: data.update(spans=[]),
+        lambda data: data.update(memory=3),
+        lambda data: data.update(step_seconds=0),
+        lambda data: data.update(step_seconds=float("nan")),
+        lambda data: data["memory"].update(device=[{"seconds": 0, "num_bytes": 10**30}]),
+        lambda data: data.update(peak_bytes={"device": -1}),
+    ],
+)
+def test_a_damaged_timeline_is_a_sentence(tmp_path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    span = Span("forward.1", "forward", "compute", 1, 0, 0.0, 0.5)
+    Timeline(0.5, (span,), {"device": (MemoryPoint(0.0, 5),)}, {"device": 5}).save(tmp_path / "timeline.json")
+    data = json.loads((tmp_path / "timeline.json").read_text())
+    edit(data)
+    (tmp_path / "timeline.json").write_text(json.dumps(data))
+    with pytest.raises(InputError, match=r"timeline\.json: is not a timeline"):
+        Timeline.load(tmp_path / "timeline.json")
