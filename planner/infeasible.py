@@ -3,7 +3,7 @@
 Every change that a message names was planned with: a policy was found for it, replayed, and kept both limits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from planner.branch import Search
 from planner.least_memory import TIERS, UNLIMITED_BYTES, LeastMemory, Tier, least_memory, smallest_outlines
@@ -24,7 +24,9 @@ def explain_infeasible(problem: Problem, *, solver: bool, with_suggestions: bool
     if needed:
         tier = min(needed, key=lambda tier: needed[tier] - problem.limits.bytes_of(tier))
         resource, enough_bytes, limit_bytes = f"{tier} memory", needed[tier], problem.limits.bytes_of(tier)
-        changes = [f"{_size(needed[tier])} of {tier} memory" for tier in TIERS if tier in needed]
+        changes = [_more(problem, needed, tier) for tier in TIERS if tier in needed]
+        if all(needed[tier] > _capacity(problem, tier) for tier in needed):
+            changes += _both_within_the_machine(problem, solver=solver)
     else:
         needed = _needed_of_both(problem, solver=solver)
         if problem.hardware.shared_memory:  # the host's bytes hold the device's: there is one figure to raise
@@ -33,7 +35,7 @@ def explain_infeasible(problem: Problem, *, solver: bool, with_suggestions: bool
         else:
             resource, enough_bytes = "device and host memory", sum(needed.values())
             limit_bytes = sum(problem.limits.bytes_of(tier) for tier in TIERS)
-            changes = [" and ".join(f"{_size(needed[tier])} of {tier} memory" for tier in TIERS)]
+            changes = [" and ".join(_more(problem, needed, tier) for tier in TIERS)]
     if resource == "device and host memory":
         short = {tier: _size(needed[tier] - problem.limits.bytes_of(tier)) for tier in TIERS}
         what = " and ".join(f"{tier} memory is short by {short[tier]}" for tier in TIERS)
@@ -50,6 +52,25 @@ def explain_infeasible(problem: Problem, *, solver: bool, with_suggestions: bool
         short_bytes=enough_bytes - limit_bytes,
         changes=tuple(changes),
     )
+
+
+def _more(problem: Problem, needed: Mapping[Tier, int], tier: Tier) -> str:
+    """More of one tier, and whether it is more than the machine has: then no limit can be raised so far."""
+    has = _capacity(problem, tier)
+    beyond = f" ({problem.hardware.name} has {format_bytes(has)})" if needed[tier] > has else ""
+    return f"{_size(needed[tier])} of {tier} memory{beyond}"
+
+
+def _both_within_the_machine(problem: Problem, *, solver: bool) -> Iterator[str]:
+    """Where both limits are below what the machine has, it may be enough to raise the two of them."""
+    both = _needed_of_both(problem, solver=solver)
+    raised = all(problem.limits.bytes_of(tier) < both[tier] <= _capacity(problem, tier) for tier in TIERS)
+    if raised and not problem.hardware.shared_memory:
+        yield " and ".join(f"{_size(both[tier])} of {tier} memory" for tier in TIERS)
+
+
+def _capacity(problem: Problem, tier: Tier) -> int:
+    return {"device": problem.hardware.device.memory_bytes, "host": problem.hardware.host.memory_bytes}[tier]
 
 
 def close(problem: Problem, *, solver: bool) -> bool:

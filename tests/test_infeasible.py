@@ -70,6 +70,26 @@ def test_where_both_memories_are_short_what_is_named_of_both_is_enough() -> None
     refused(device, host - 0.1 * 1024)
 
 
+def test_what_the_machine_does_not_have_is_marked_and_what_it_has_of_both_is_named() -> None:
+    """Where more of one memory alone would be more than there is, but both limits can be raised."""
+    whole = machine()
+    small = whole.model_copy(update={"device": whole.device.model_copy(update={"memory_bytes": 160 * MIB})})
+    workload = Workload(sequence_length=6144, tokens_per_step=24576, compiled=True, micro_batch_rows=1)
+
+    def planned_there(device_mib: float, host_mib: float) -> Plan:
+        limits = Limits(device_memory_bytes=round(device_mib * MIB), host_memory_bytes=round(host_mib * MIB))
+        return plan(MODEL, workload, small, limits, with_baselines=False)
+
+    with pytest.raises(InfeasiblePlan) as caught:
+        planned_there(100, 2350)
+    alone, *others = caught.value.changes
+    assert re.fullmatch(rf"[\d.]+ MiB of device memory \({small.name} has 160.0 MiB\)", alone)
+    device, host = sizes(caught.value, "device memory", "host memory")
+    assert 100 < device <= 160
+    assert planned_there(device, host)
+    assert not any("has" in change for change in others)
+
+
 def test_smaller_work_is_the_least_change_of_its_kind() -> None:
     device_mib = 150
     error = refused(device_mib, 4000, micro_batch_rows=4)
