@@ -28,6 +28,8 @@ from analysis.attempts import (
 from analysis.report import load_sources, write
 from analysis.style import BLUE, LIGHT_GREY, VERMILLION, Drawing, legend_columns, new_figure, settings
 from analysis.tables import share_text
+from executor.run_directory import RECORD
+from simulator.errors import InputError
 
 # Kinds of operation that take less of every step than this stand in the table only: their shares are noise.
 DRAWN_SHARE = 0.005
@@ -45,6 +47,10 @@ def plot_fidelity(sources: Sequence[Path | str], output: Path | str) -> tuple[st
     The last file is fidelity.html. Raises InputError for a source that is no run or damaged, and where no run has both
     a prediction and a measurement, before anything is written.
     """
+    places = [_place(Path(source)) for source in sources]
+    for place, source in zip(places, sources, strict=True):
+        if places.count(place) > 1:
+            raise InputError(f"--fidelity: {source} is named more than once, and would count more than once")
     found = attempts(load_sources(sources))
     drawn = list(drawings(found))
     body = ["<header>", page.heading("Conveyor: how well runs were predicted", 1)]
@@ -56,6 +62,11 @@ def plot_fidelity(sources: Sequence[Path | str], output: Path | str) -> tuple[st
     body.append("</main>")
     files = write(output, drawn, "fidelity.html", page.page("Conveyor: fidelity", body))
     return text(found), files
+
+
+def _place(source: Path) -> Path:
+    """Where a source lies; a run's record stands for its directory."""
+    return source.resolve().parent if source.name == RECORD else source.resolve()
 
 
 _NOTES = (

@@ -63,11 +63,11 @@ def read_yaml_mapping(path: Path | str) -> YamlMapping:
     try:
         node = yaml.compose(text, Loader=_Loader)
         if node is None:
-            raise InputError(f"{path}:1:1: is empty; a run config has lines `key: value`")
+            raise InputError(f"{path}:1:1: is empty; it has to have lines `key: value`")
         if not isinstance(node, yaml.MappingNode):
             kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
             where = f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
-            raise InputError(f"{where}: is {kind}; a run config has lines `key: value`")
+            raise InputError(f"{where}: is {kind}; it has to have lines `key: value`")
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:merge":
                 key.tag = "tag:yaml.org,2002:str"  # a key is a name: `on` would be read as true
@@ -76,7 +76,7 @@ def read_yaml_mapping(path: Path | str) -> YamlMapping:
     except yaml.YAMLError as error:
         raise InputError(f"{path}{_where(error, text)}") from error
     except RecursionError as error:
-        raise InputError(f"{path}: is nested too deeply; a run config has lines `key: value`") from error
+        raise InputError(f"{path}: is nested too deeply; it has to have lines `key: value`") from error
     return YamlMapping(values, lines)
 
 

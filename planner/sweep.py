@@ -109,8 +109,10 @@ def _values(text: str, part: str, unit: Unit) -> Iterator[int]:
         yield high
         return
     number = match["number"].strip()
-    if not re.fullmatch(r"[0-9]{1,3}", number) or int(number) < 2:
+    if not re.fullmatch(r"[0-9]{1,9}", number) or int(number) < 2:
         raise InputError(f"--what-if {text}: {number!r} is not how many values to try, which are 2 or more")
+    if int(number) > MAX_VALUES:
+        raise InputError(f"--what-if {text}: has {number} values, each of them a plan; name at most {MAX_VALUES}")
     for index in range(int(number)):
         yield round(low + (high - low) * index / (int(number) - 1))
 
@@ -167,5 +169,15 @@ def format_value(value: float, unit: Unit) -> str:
     if unit == "tokens":
         return f"{value:,.0f} tokens"
     if unit == "bytes":
-        return format_bytes(value)
+        return _format_bytes(value)
     return f"{value / 1e9:.4g} GB/s" if math.isfinite(value) else "endless"
+
+
+def _format_bytes(value: float) -> str:
+    """With as many digits as tell neighbours apart: `24.0 GiB`, `5.35 GiB`."""
+    rounded = format_bytes(value)
+    if value < 1024:
+        return rounded
+    number, unit = rounded.split()
+    exact = f"{value / parse_bytes(f'1{unit}'):.4g}"
+    return rounded if float(exact) == float(number) else f"{exact} {unit}"

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import pydantic
+
 from simulator.costs import OperationCosts
+from simulator.errors import InputError
 from simulator.hardware import HardwareProfile
 from simulator.program import Kind, Resource
-from simulator.schema import validated
+from simulator.schema import describe
 
 
 def faster(
@@ -30,7 +33,11 @@ def faster(
     _scale(profile["link"], link)
     for name in ("host_dram_bytes_per_second", "host_optimizer_bytes_per_second"):
         _scale(profile[name], host_dram)
-    changed = validated(HardwareProfile, **profile)
+    try:
+        changed = HardwareProfile(**profile)
+    except pydantic.ValidationError as error:
+        first = describe(error).split("; ")[0]  # what is true of one of a link's points is of all
+        raise InputError(f"hardware {hardware.name!r} with other rates: {first}") from error
     if costs is None:
         return changed, None
     factors = {Resource.COMPUTE: compute, Resource.H2D: link, Resource.D2H: link, Resource.HOST: host_dram}

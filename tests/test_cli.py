@@ -151,6 +151,10 @@ def test_options_of_the_others(line: str, expected: dict[str, object]) -> None:
         ("measure --model m --hardware h --sequence-length 1.5", "'1.5' is not a whole number of at least 1"),
         ("train run.yaml --dry-run other.yaml", "unrecognized arguments: other.yaml"),
         ("plot", "required: RUN_DIR"),
+        (f"{PLAN} --price-per-hour $2", "'$2' is not a number, as 2.5"),
+        (f"{PLAN} --output nowhere/", "'nowhere/' is a folder; name a file in it"),
+        ("bench m.yaml --hardware h --warm-seconds nan", "'nan' is not a number of seconds between 0 and a day"),
+        ("bench m.yaml --hardware h --warm-seconds -1", "'-1' is not a number of seconds between 0 and a day"),
         ("doctor seed=3", "unrecognized arguments: seed=3"),
     ],
 )

@@ -150,7 +150,7 @@ def test_an_explanation_follows_its_plan(given: Path, capsys: pytest.CaptureFixt
         (["--what-if", "tokens-per-step=64", "--figures", "missing/deeper"], "there is no folder missing"),
         (["--what-if", "tokens-per-step=64", "--figures", __file__], "is a file; name a folder"),
         (["--price-per-hour", "-1"], "is not a price"),
-        (["--price-per-hour", "cheap"], "invalid float value: 'cheap'"),
+        (["--price-per-hour", "cheap"], "'cheap' is not a number, as 2.5"),
         (["--largest", "--host-memory", "100MiB"], "memory is short by"),
     ],
 )

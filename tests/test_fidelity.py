@@ -151,3 +151,12 @@ def test_runs_without_anything_to_compare_are_refused(tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
     assert main(["plot", "--fidelity", str(tmp_path / "list.json"), "--output", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_source_that_is_named_twice_does_not_count_twice(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for again in ("a", "a/run.json", "b"):
+        with pytest.raises(InputError, match=f"{again} is named more than once|a is named more than once"):
+            plot_fidelity([tmp_path / "a", tmp_path / again], tmp_path / "report")
+    assert not (tmp_path / "report").exists()

@@ -10,6 +10,7 @@ from small_models import random_case as random_program
 from simulator.build import build
 from simulator.costs import MeasuredCost, OperationCosts, operation_key
 from simulator.errors import InputError
+from simulator.hardware import load_hardware
 from simulator.predict import predict
 from simulator.program import Resource
 from simulator.rates import faster, key_resource, link_bytes_per_second
@@ -70,3 +71,11 @@ def test_twice_as_fast_in_everything_takes_half_as_long(seed: int) -> None:
 def test_rates_that_no_machine_has_are_refused() -> None:
     with pytest.raises(InputError, match="impossible"):
         faster(toy_profile(), link=1e9)
+
+
+def test_rates_that_no_machine_has_are_one_sentence() -> None:
+    """A link has a dozen figures, all of them wrong at once."""
+    with pytest.raises(InputError) as caught:
+        faster(load_hardware("h200"), link=1e-12)
+    assert str(caught.value).count("impossible") == 1
+    assert str(caught.value).startswith("hardware 'h200' with other rates: link.points.0.bytes_per_second: ")

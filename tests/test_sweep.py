@@ -52,6 +52,7 @@ def test_what_may_be_asked(text: str, key: str, values: tuple[int, ...]) -> None
         ("device-memory=24", "'24' has no unit"),
         ("device-memory=24 apples", "'24 apples' is not a size"),
         ("device-memory=0GiB", "leaves nothing to plan with"),
+        ("device-memory=1GiB..2GiB:1000", "has 1000 values, each of them a plan; name at most 64"),
         ("link-bandwidth=25GB", "'25GB' has no unit; write it as in 16GB/s"),
         ("link-bandwidth=25", "has no unit"),
         ("tokens-per-step=1e5", "'1e5' is not a whole number of tokens"),
@@ -203,4 +204,6 @@ def test_plans_of_a_solver_that_ran_out_of_time_say_so(monkeypatch: pytest.Monke
 def test_values_read_as_people_write_them() -> None:
     assert format_value(8192, "tokens") == "8,192 tokens"
     assert format_value(24 * GIB, "bytes") == "24.0 GiB"
+    assert format_value(5.35 * GIB, "bytes") == "5.35 GiB"  # 5.3 GiB may stand beside it
+    assert format_value(1, "bytes") == "1 B"
     assert format_value(12.5e9, "bytes/s") == "12.5 GB/s"
