@@ -144,9 +144,9 @@ def bench(
             raise InputError(f"--output: {directory} holds a run already; name another folder")
     planned = [_planned(row, hardware, output, costs, compiled=device.type == "cuda") for row in rows]
     found = []
-    for row, (config, path, prices, plan) in zip(rows, planned, strict=True):
+    for row, (config, path, plan) in zip(rows, planned, strict=True):
         model, workload = plan.model, plan.inputs.workload
-        point = _ideal_point(model, workload, hardware, prices) if with_ideal else None
+        point = _ideal_point(model, workload, hardware, plan.costs) if with_ideal else None
         ideals = [_ideal(config, workload, point, device, warm_seconds)] if point else []
         records = [_train(row, plan, path, output, clip, warm_seconds, say) for clip in clips]
         if point:
@@ -174,11 +174,10 @@ def bench(
 
 
 class Planned(NamedTuple):
-    """A row's model config, the file that it lies in, and its plan with what that was priced by."""
+    """A row's model config, the file that it lies in, and its plan."""
 
     config: dict[str, Any]
     path: Path
-    costs: OperationCosts | None
     plan: Plan
 
 
@@ -196,7 +195,7 @@ def _planned(
         plan = run_plan(model_spec(config), workload, hardware, limits, prices, model_path=str(path))
     except InputError as error:
         raise InputError(f"{row.case}: {error}") from error
-    return Planned(config, path, prices, plan)
+    return Planned(config, path, plan)
 
 
 def _config(row: Row, output: Path) -> tuple[dict[str, Any], Path]:

@@ -25,8 +25,8 @@ ALLOCATOR_SLACK = 0.03
 
 # Compiling on CUDA, and the first step, leave the compiler's own state, its worker processes
 # (executor.compiled.COMPILE_WORKERS) and what the driver and its libraries load for new kernels. On an H200's host a
-# process that trains takes 3.0 to 3.15 GiB beside its buffers, 0.87 of it once the device is open: with 4.4
-# and with 14.8 billion parameters alike.
+# process that trains takes 3.0 to 3.15 GiB beside its buffers, 0.87 of it once the device is open, for
+# 4.4 and for 14.8 billion parameters.
 HOST_COMPILER_BYTES = 2150 * MIB
 
 # What a process takes above its bare size once it trains, whatever the model: stacks and heaps of its threads, scratch
@@ -174,7 +174,7 @@ def host_peak_bytes(
     peak = host_process_bytes(model, workload, hardware) + timeline.peak_bytes.get("host", 0)
     if hardware.shared_memory:
         peak += timeline.peak_bytes.get("device", 0)
-    elif workload.compiled:
+    if _compiles_for_a_gpu(workload, hardware):
         peak += set_aside_bytes(model, workload, policy)
     return round(peak)
 
@@ -196,8 +196,12 @@ def set_aside_bytes(model: ModelSpec, workload: Workload, policy: Policy) -> int
 
 def host_process_bytes(model: ModelSpec, workload: Workload, hardware: HardwareProfile) -> int:
     """The bare process, the compiler, and what is on its way in or out."""
-    compiler = HOST_COMPILER_BYTES if workload.compiled and hardware.device.kind == "cuda" else 0
+    compiler = HOST_COMPILER_BYTES if _compiles_for_a_gpu(workload, hardware) else 0
     return round(hardware.host_base_bytes.value) + compiler + transit_bytes(model)
+
+
+def _compiles_for_a_gpu(workload: Workload, hardware: HardwareProfile) -> bool:
+    return workload.compiled and hardware.device.kind == "cuda"
 
 
 def transit_bytes(model: ModelSpec) -> int:
