@@ -14,6 +14,7 @@ import torch
 
 from executor.layer import Documents
 from executor.out_of_memory import first_line
+from executor.saved import PLACE_ALIGNMENT, SavedLayer
 from executor.store import BlockLayout, BlockState, HostRegion, HostStore, Plane, cuda_pinning, plane_dtype
 from simulator.errors import OutOfMemory
 from simulator.formats import PRECISIONS
@@ -52,9 +53,9 @@ class Memory:
             pinning=cuda_pinning() if device.type == "cuda" else None,
         )
         self._input_shape = (policy.micro_batch_rows, workload.sequence_length, model.hidden_size)
-        places = [buffer for buffer in buffers.values() if buffer.role is Role.ACTIVATION]
+        places = [buffer for buffer in buffers.values() if buffer.role in (Role.ACTIVATION, Role.SAVED_PLACE)]
         self._waiting = HostRegion(
-            sum(place.num_bytes for place in places),
+            sum(_aligned(place.num_bytes) for place in places),
             what="activations that wait on the host",
             pinning=cuda_pinning() if device.type == "cuda" else None,
         )
@@ -62,8 +63,10 @@ class Memory:
         assert compute_dtype is not None
         offset = 0
         for place in places:
-            self._tensors_on_host[place.name] = self._waiting.tensor(offset, self._input_shape, compute_dtype)
-            offset += place.num_bytes
+            of_input = place.role is Role.ACTIVATION
+            shape, dtype = (self._input_shape, compute_dtype) if of_input else ((place.num_bytes,), torch.uint8)
+            self._tensors_on_host[place.name] = self._waiting.tensor(offset, shape, dtype)
+            offset += _aligned(place.num_bytes)
         for buffer in buffers.values():
             if buffer.persistent:
                 self._allocate(buffer)
@@ -105,6 +108,8 @@ class Memory:
         match buffer.role:
             case Role.WEIGHTS | Role.SLOT | Role.UPDATE_SLOT | Role.STAGE:
                 return plane_dtype("weights", self.precision, self.gradient_format)
+            case Role.SAVED_STAGE:
+                return torch.uint8
             case Role.GRADIENT | Role.SLAB:
                 return plane_dtype("gradient", self.precision, self.gradient_format)
             case Role.ACCUMULATOR:
@@ -143,6 +148,10 @@ class Memory:
             return self._tensors_on_host[buffer]
         return self._tensors[buffer].view(self._input_shape)
 
+    def saved(self, buffer: str) -> torch.Tensor:
+        """What a layer saved, in its place on the host or in a stage: flat uint8."""
+        return self._tensors_on_host[buffer] if buffer in self._tensors_on_host else self._tensors[buffer]
+
     def state(self, block: int) -> BlockState:
         """The master state of a block at home: what is loaded, saved and exported.
 
@@ -177,9 +186,10 @@ class Memory:
         storages: dict[int, int] = {}
         held = 0
         for value in self.passing.values():
-            if isinstance(value, torch.Tensor | Documents):
+            if not isinstance(value, SavedLayer):
                 # Positions are a view of the batch's own memory, which is persistent.
-                tensors = [value] if isinstance(value, torch.Tensor) else itertools.chain(*value.by_kind.values())
+                tensors = itertools.chain(*value.by_kind.values()) if isinstance(value, Documents) else value
+                tensors = [value] if isinstance(value, torch.Tensor) else tensors
                 storages |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
             else:
                 held += value.bytes_beside_hidden()
@@ -193,6 +203,10 @@ class Memory:
         self._tensors_on_host.clear()
         self.host.close()
         self._waiting.close()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
 
 
 def block_state(weights: torch.Tensor, planes: Mapping[Plane, torch.Tensor]) -> BlockState:

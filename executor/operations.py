@@ -56,6 +56,7 @@ class Operations:
         # Steps applied so far, per set of scalars: a skipped step does not count, and only the device knows.
         self.counts = {suffix: torch.zeros((), dtype=torch.int64, device=memory.device) for suffix in memory.scalars}
         self.norm = torch.zeros((), dtype=torch.float64, device=memory.device)
+        self.saved_bytes: dict[str, int] = {}  # of places on the host, what is used now
         # Called before a block's state changes: a checkpoint that is being written may have to read it first.
         self.before_update: Callable[[int], None] = lambda block: None
 
@@ -172,9 +173,13 @@ class Operations:
         else:
             hidden = self._layer_input(operation)
             passing.pop(f"hidden.{block}.{m}", None)
-            kept = passing.pop(f"saved.{block}.{m}", hidden)
+            kept = passing.pop(f"waiting.{block}.{m}", None) or passing.pop(f"saved.{block}.{m}", hidden)
+            stage: torch.Tensor | None = None
             if self._waited(operation) and isinstance(kept, SavedLayer):
                 kept.take_hidden_back(hidden)
+                if operation.level != "input":
+                    stage = memory.saved(operation.source("saved"))
+                    kept.take_saved_back(stage)
             del hidden  # what was kept holds it, and lets go of it as the backward proceeds
             weights = memory.plane(operation.source("weights"), block)
             views: list[torch.Tensor] = []
@@ -184,6 +189,8 @@ class Operations:
             grad_hidden, gradients = self.templates.backward(
                 block, weights, kept, upstream, views, first=operation.first, documents=documents
             )
+            if stage is not None and _share_memory(grad_hidden, stage):
+                grad_hidden = grad_hidden.clone()  # a compiled backward may reuse what it is given for what it returns
             if operation.writes_to(f"grad_hidden.{block}.{m}"):
                 passing[f"grad_hidden.{block}.{m}"] = grad_hidden if place is None else place.copy_(grad_hidden)
             del grad_hidden, place
@@ -219,15 +226,27 @@ class Operations:
             values.copy_(source[plane], non_blocking=True)
 
     def store_activation(self, operation: Operation) -> None:
-        passing, hidden = self.memory.passing, f"hidden.{operation.block}.{operation.micro_batch}"
+        passing, name = self.memory.passing, f"{operation.block}.{operation.micro_batch}"
+        hidden, saved = f"hidden.{name}", f"saved.{name}"
         self.memory.activation(operation.target(hidden)).copy_(passing[hidden], non_blocking=True)
         # From here on `passing` alone holds the input, until the operation that releases it.
-        passing[f"saved.{operation.block}.{operation.micro_batch}"].let_go_of_hidden()
+        kept = passing[saved]
+        kept.let_go_of_hidden()
+        if operation.level != "input":
+            # And what leaves with it.
+            leaving, num_bytes = kept.let_go_of_saved(self.memory.saved(operation.target(saved)))
+            passing[saved], passing[f"waiting.{name}"] = leaving, kept
+            self.saved_bytes[operation.target(saved)] = num_bytes
 
     def load_activation(self, operation: Operation) -> None:
-        hidden = f"hidden.{operation.block}.{operation.micro_batch}"
+        name = f"{operation.block}.{operation.micro_batch}"
+        hidden, saved = f"hidden.{name}", f"saved.{name}"
         source = self.memory.activation(operation.source(hidden))
         self.memory.activation(operation.target(hidden)).copy_(source, non_blocking=True)
+        if operation.level != "input":
+            place = operation.source(saved)
+            used = slice(self.saved_bytes[place])
+            self.memory.saved(operation.target(saved))[used].copy_(self.memory.saved(place)[used], non_blocking=True)
 
     def clip(self, operation: Operation) -> None:
         memory, clipping = self.memory, self.policy.clipping
@@ -304,3 +323,7 @@ class Operations:
     def _release(self, operation: Operation) -> None:
         for name in operation.releases:
             self.memory.passing.pop(name, None)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -3,7 +3,7 @@
 Weights may leave their memory between a layer's forward and its backward: their slot is given to another layer, and
 they come back elsewhere. So a saved tensor that lies in the weights' memory is remembered as (offset, shape, stride)
 and read, in the backward, from the weights that are bound then. So is a view of the layer's input, once that leaves to
-wait on the host. Everything else is kept as it is and handed over once.
+wait on the host, and whatever else leaves with it. All that stays is kept as it is and handed over once.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from executor.weight_gradients import SUMS
 from simulator.errors import ProgramError
+
+PLACE_ALIGNMENT = 256  # bytes; kernels rely on what they read being aligned as the allocator aligns it
 
 
 class WeightView(NamedTuple):
@@ -34,6 +36,16 @@ class InputView(NamedTuple):
     stride: tuple[int, ...]
 
 
+class PlaceView(NamedTuple):
+    """A saved tensor that waits on the host; `offset` counts elements from the start of its storage's place there."""
+
+    place: int  # bytes
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 class SavedTensors:
     """The tensors one autograd graph saved, and where the graph finds its weights.
 
@@ -46,7 +58,7 @@ class SavedTensors:
         self._weights_end = self._weights_start + flat.numel() * flat.element_size()
         self._dtype = flat.dtype
         self._constants = {constant.untyped_storage().data_ptr() for constant in constants}
-        self._tensors: list[Tensor | InputView | None] = []
+        self._tensors: list[Tensor | InputView | PlaceView | None] = []
         self._bound: Tensor | None = None
 
     def hooks(self) -> saved_tensors_hooks:
@@ -81,6 +93,42 @@ class SavedTensors:
             if isinstance(view, InputView):
                 self._tensors[index] = hidden.as_strided(view.shape, view.stride, hidden.storage_offset() + view.offset)
 
+    def leave(self, place: Tensor) -> tuple[list[Tensor], int]:
+        """Copy what is kept to `place`, flat uint8, as far as it fits, and keep it by its place there.
+
+        Returns what is being copied, flat uint8 too, which the caller holds until the copies have ended, and how many
+        bytes of `place` are used. Whole storages are copied, each once, so that views of one stay views of one.
+        """
+        leaving: list[Tensor] = []
+        starts: dict[int, int] = {}
+        used = 0
+        for index, tensor in enumerate(self._tensors):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in self._constants:
+                continue
+            if storage.data_ptr() not in starts:
+                end = used + storage.nbytes()
+                if end > place.numel():
+                    continue
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                place[used:end].copy_(whole, non_blocking=True)
+                leaving.append(whole)
+                starts[storage.data_ptr()] = used
+                used = -(-end // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+            start, shape, stride = starts[storage.data_ptr()], tuple(tensor.shape), tuple(tensor.stride())
+            self._tensors[index] = PlaceView(start, tensor.dtype, int(tensor.storage_offset()), shape, stride)
+        return leaving, min(used, place.numel())
+
+    def come_back(self, stage: Tensor) -> None:
+        """Give the memory, flat uint8, that holds what `leave` has copied, laid out as it was in its place."""
+        for index, view in enumerate(self._tensors):
+            if isinstance(view, PlaceView):
+                end = view.place + (stage.numel() - view.place) // view.dtype.itemsize * view.dtype.itemsize
+                whole = stage[view.place : end].view(view.dtype)
+                self._tensors[index] = whole.as_strided(view.shape, view.stride, whole.storage_offset() + view.offset)
+
     def _pack(self, tensor: Tensor) -> WeightView | int:
         if self._weights_start <= tensor.data_ptr() < self._weights_end:
             assert tensor.dtype == self._dtype, "a weight was saved as a view of another dtype"
@@ -99,6 +147,8 @@ class SavedTensors:
         assert tensor is not None, "a saved tensor was read twice"
         if isinstance(tensor, InputView):
             raise ProgramError("a layer's backward ran before its input had come back")
+        if isinstance(tensor, PlaceView):
+            raise ProgramError("a layer's backward ran before what it saved had come back")
         # Compiled backwards write into what they are given, and memory is free as soon as its reader is done.
         self._tensors[packed] = None
         return tensor
@@ -146,6 +196,16 @@ class SavedLayer:
             return
         self._tensors.take_back(hidden)
         self.hidden.data = hidden
+
+    def let_go_of_saved(self, place: Tensor) -> tuple[list[Tensor], int]:
+        """Copy what is kept beside the input, which has left, to `place`; see `SavedTensors.leave`."""
+        assert self._tensors is not None, "a layer that saved nothing has nothing to let go of"
+        return self._tensors.leave(place)
+
+    def take_saved_back(self, stage: Tensor) -> None:
+        """Give it again, bit for bit, in any memory that is aligned like the place."""
+        assert self._tensors is not None, "a layer's saved activations were used already"
+        self._tensors.come_back(stage)
 
     def take_hidden(self) -> Tensor:
         """The layer's input, once: for a level that kept nothing else."""

@@ -92,6 +92,9 @@ class Policy(Schema):
     save_levels: tuple[SaveLevel, ...]  # one a layer
     checkpoint_interval: int = pydantic.Field(default=1, ge=1)  # every k-th layer input is kept
     activation_homes: tuple[Home, ...]  # one a layer: where what a save level keeps waits
+    # One a layer: room on the host for what a micro-batch saves there beside its input, where that waits. What does not
+    # fit stays on the device. Left out of hashes where none waits.
+    saved_bytes: tuple[pydantic.NonNegativeInt, ...] = pydantic.Field(default=(), exclude_if=lambda sizes: not sizes)
     gradient_homes: tuple[Home, ...]  # completed gradients, until the update
     gradient_slabs: int = pydantic.Field(default=2, ge=2)  # transit to the host, never the store
     # device: state in HBM; host: state and update there; streamed: state on the host, update on the GPU
@@ -133,6 +136,7 @@ def uniform_policy(
     weights: Home = "device",
     save_level: SaveLevel = "keep",
     activations: Home = "device",
+    saved_bytes: int = 0,
     optimizer: OptimizerHome = "device",
     gradients: Home | None = None,
     prefetch_depth: int = 1,
@@ -162,6 +166,7 @@ def uniform_policy(
         save_levels=(save_level,) * layers,
         checkpoint_interval=checkpoint_interval,
         activation_homes=(activations,) * layers,
+        saved_bytes=(saved_bytes,) * layers if saved_bytes else (),
         gradient_homes=tuple(gradient if block in trained else weight_homes[block] for block in everywhere),
         gradient_slabs=gradient_slabs,
         optimizer_homes=tuple(optimizers[block] if block in trained else weight_homes[block] for block in everywhere),
@@ -189,6 +194,8 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
         "save_levels": model.num_layers,
         "activation_homes": model.num_layers,
     }
+    if policy.saved_bytes:
+        lengths["saved_bytes"] = model.num_layers
     for field, expected in lengths.items():
         actual = len(getattr(policy, field))
         if actual != expected:
@@ -226,10 +233,13 @@ def check_policy(policy: Policy, model: ModelSpec, workload: Workload) -> None:
         )
     for layer in model.backward_layers:
         level = policy.save_levels[layer - 1]
-        if policy.activation_homes[layer - 1] == "host" and level != "input":
-            raise UnsupportedChoice(
-                f"policy.activation_homes: layer {layer}: on the host waits what save level 'input' keeps; what "
-                f"{level!r} keeps beside it is not built yet; use 'device'"
+        if (
+            policy.activation_homes[layer - 1] == "host"
+            and level != "input"
+            and not any(policy.saved_bytes[layer - 1 : layer])
+        ):
+            raise InputError(
+                f"policy.saved_bytes: layer {layer}: what {level!r} keeps waits on the host, and needs room there"
             )
     if "host" in (policy.weight_homes[0], policy.weight_homes[-1]):
         raise UnsupportedChoice("policy.weight_homes: streaming the embedding or the head is not built yet")

@@ -64,6 +64,8 @@ class Role(StrEnum):
     SLAB = "slab"
     ACTIVATION = "activation"
     STAGE = "stage"
+    SAVED_PLACE = "saved_place"
+    SAVED_STAGE = "saved_stage"
     SCALARS = "scalars"
     BATCH = "batch"
     HIDDEN = "hidden"

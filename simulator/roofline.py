@@ -103,17 +103,18 @@ class Roofline:
             case Kind.STORE_WEIGHTS:
                 return self._link_seconds("d2h", elements * width.weight)
             case Kind.LOAD_ACTIVATION:
-                return self._link_seconds("h2d", self._hidden_bytes)
+                return self._link_seconds("h2d", self._waiting_bytes(operation))
             case Kind.STORE_ACTIVATION:
-                return self._link_seconds("d2h", self._hidden_bytes)
+                return self._link_seconds("d2h", self._waiting_bytes(operation))
             case Kind.LOAD_BATCH:
                 return self._link_seconds("h2d", batch_bytes(self.tokens, packed=self.workload.packed) - 8)
             case _:
                 return 4 * launch
 
-    @property
-    def _hidden_bytes(self) -> int:
-        return hidden_bytes(self.model, self.workload, self.policy.micro_batch_rows)
+    def _waiting_bytes(self, operation: Operation) -> int:
+        """What a layer leaves to wait on the host of one micro-batch: its input, and what it saves beside it."""
+        saved = 0 if operation.level in ("", "input") else self.policy.saved_bytes[operation.block - 1]
+        return hidden_bytes(self.model, self.workload, self.policy.micro_batch_rows) + saved
 
     @property
     def _gradients_written_once(self) -> bool:
@@ -213,7 +214,7 @@ class Roofline:
             case Kind.STORE_GRADIENT:
                 return float(elements * completed)
             case Kind.LOAD_ACTIVATION | Kind.STORE_ACTIVATION:
-                return float(self._hidden_bytes)
+                return float(self._waiting_bytes(operation))
             case Kind.UPDATE if operation.resource is Resource.HOST:
                 return float(elements * (2 * (state_bytes(precision, self.policy.state_format) + weight) + completed))
             case _:

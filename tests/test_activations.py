@@ -15,6 +15,7 @@ from simulator.costs import Pricing
 from simulator.errors import ProgramError
 from simulator.freezing import freeze
 from simulator.model import ModelSpec, model_spec
+from simulator.placement import micro_batch_bytes
 from simulator.policy import Policy, Workload, uniform_policy
 from simulator.program import Kind, Program, Resource, Role, StepProgram, Tier
 from simulator.replay import Price, Sharing, replay
@@ -194,6 +195,130 @@ def test_an_input_that_has_left_is_freed_and_comes_back_elsewhere_bit_for_bit() 
         grad_hidden, gradients = templates.backward(1, flat, kept, grad_output)
         assert torch.equal(grad_hidden, expected[0])
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected[1], strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo2"])
+def test_what_a_layer_saved_is_freed_and_comes_back_elsewhere_bit_for_bit(family: str) -> None:
+    config = tiny_config(family, layers=1)
+    model = model_spec(config)
+    templates, flat = LayerTemplates(config, model, precision="bf16"), random_blocks(model, "bf16")[1]
+    shape = (2, 8, model.hidden_size)
+    hidden, grad_output = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+    _, kept = templates.forward(1, flat, hidden, "keep")
+    saved_bytes = kept.bytes_beside_hidden()
+    expected = templates.backward(1, flat, kept, grad_output)
+    # With room for all, as planned with alignment; for a part; for nothing.
+    for room, stays in ((2 * saved_bytes, 0), (saved_bytes // 2, saved_bytes // 2), (0, saved_bytes)):
+        _, kept = templates.forward(1, flat, hidden.clone(), "keep")
+        place, stage = torch.zeros(room, dtype=torch.uint8), torch.full((room + 256,), 7, dtype=torch.uint8)
+        kept.let_go_of_hidden()
+        leaving, used = kept.let_go_of_saved(place)
+        alive = [weakref.ref(tensor.untyped_storage()) for tensor in leaving]
+        assert sum(tensor.numel() for tensor in leaving) <= used + 255
+        del leaving
+        assert used <= room
+        assert kept.kept_bytes() == pytest.approx(stays, abs=saved_bytes // 4)
+        assert (kept.kept_bytes() == 0) == (stays == 0)
+        assert all(reference() is None for reference in alive)
+        stage[:used].copy_(place[:used])
+        kept.take_hidden_back(hidden.clone())
+        kept.take_saved_back(stage)
+        grad_hidden, gradients = templates.backward(1, flat, kept, grad_output)
+        assert torch.equal(grad_hidden, expected[0])
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected[1], strict=True))
+
+    _, early = templates.forward(1, flat, hidden.clone(), "keep")
+    early.let_go_of_hidden()
+    early.let_go_of_saved(torch.zeros(2 * saved_bytes, dtype=torch.uint8))
+    early.take_hidden_back(hidden.clone())
+    with pytest.raises(ProgramError, match="before what it saved had come back"):
+        templates.backward(1, flat, early, grad_output)
+
+
+def saving(model: ModelSpec, workload: Workload, groups: tuple[int, ...], layers: set[int], **choices: Any) -> Policy:
+    """Everything is kept, and of some layers it waits on the host."""
+    policy = uniform_policy(model, workload, micro_batch_rows=1, groups=groups, saved_bytes=1000, **choices)
+    homes = tuple("host" if layer in layers else "device" for layer in model.layers)
+    return policy.model_copy(update={"activation_homes": homes})
+
+
+def test_what_a_layer_saves_has_left_by_the_next_one_s_turn_and_comes_back_after_that_one_s() -> None:
+    model, workload = small_model(6), small_workload(2)
+    program = build(model, workload, saving(model, workload, (1, 1), {1, 4, 6}))
+    check(program)
+    operations = {operation.name: operation for operation in program.steady}
+    order = list(operations)
+    for m in range(2):
+        # Layers 4 and 6 save what leaves next, and the loss follows upon layer 6.
+        for layer, passing in ((1, f"forward.4.{m}"), (4, f"forward.6.{m}"), (6, f"loss.{m}")):
+            let_go = [o.name for o in operations.values() if f"saved.{layer}.{m}" in o.releases]
+            assert let_go == [passing]
+            assert f"hidden.{layer}.{m}" in operations[passing].releases
+            assert f"store_activation.{layer}.{m}" in [wait.operation for wait in operations[passing].waits]
+        for layer, before in ((4, 6), (1, 4)):
+            load = operations[f"load_activation.{layer}.{m}.backward"]
+            assert order.index(load.name) == order.index(f"backward.{before}.{m}") + 1
+            assert [access.buffer for access in load.writes][1] == "device.saved_stage.0"
+    buffers = program.buffers.values()
+    assert [b.num_bytes for b in buffers if b.role is Role.SAVED_PLACE] == [1000] * 3
+    assert [b.num_bytes for b in buffers if b.role is Role.SAVED_STAGE] == [1000]
+    # A group has a place for each of its micro-batches, but in a depth-first layer, which one passes at a time.
+    for depth_first_layers, places in ((0, [1, 1, 4, 4, 6, 6]), (3, [1, 1, 4, 6]), (6, [1, 4, 6])):
+        policy = saving(model, workload, (2,), {1, 4, 6}, depth_first_layers=depth_first_layers)
+        program = build(model, workload, policy)
+        check(program)
+        for role in (Role.SAVED_PLACE, Role.ACTIVATION):
+            assert [b.block for b in program.buffers.values() if b.role is role] == places
+
+
+def test_copies_of_what_is_saved_cost_nothing_where_other_layers_lie_between() -> None:
+    model, workload = small_model(7), small_workload(3)
+
+    def seconds(layers: set[int], copy_seconds: float, groups: tuple[int, ...] = (1, 1, 1)) -> float:
+        return replayed(build(model, workload, saving(model, workload, groups, layers)), copy_seconds).step_seconds
+
+    alone = seconds(set(), 2.0)
+    assert seconds({1, 4}, 2.0) == pytest.approx(alone)
+    # Side by side each pass waits for the copy before it.
+    assert seconds({1, 2}, 2.0) > alone
+    assert seconds({1, 4}, 2.0, groups=(3,)) > alone
+
+
+def test_the_peak_holds_what_one_layer_saves_instead_of_what_all_do() -> None:
+    model, workload = small_model(7), small_workload(2)
+    saved_bytes = 1000
+
+    def peak(layers: set[int]) -> float:
+        program = build(model, workload, saving(model, workload, (1, 1), layers))
+        timeline = replay(
+            program,
+            lambda operation: Price(1.0, transient_bytes=5000 if operation.kind is Kind.LOSS else 0),
+            lambda buffer: saved_bytes if buffer.role is Role.SAVED else buffer.num_bytes,
+            Sharing(),
+        )
+        stage = sum(b.num_bytes for b in program.buffers.values() if b.role in (Role.STAGE, Role.SAVED_STAGE))
+        return timeline.peak_bytes["device"] - stage
+
+    hidden = build(model, workload, saving(model, workload, (1, 1), set())).buffers["hidden.1.0"].num_bytes
+    # At the loss, which takes most, nothing of the two layers is there.
+    batch = micro_batch_bytes(model, workload, 1)  # the next one may come a little later
+    assert 2 * (saved_bytes + hidden) <= peak(set()) - peak({1, 4}) <= 2 * (saved_bytes + hidden) + batch
+
+
+def test_a_copy_of_what_is_saved_is_priced_with_the_input_s() -> None:
+    model, profile = small_model(2), toy_profile()
+    rows = 2**17
+    workload = small_workload(rows, precision="bf16")
+    saved_bytes = 12 * 2**20
+    policy = waiting(model, workload, (1,), micro_batch_rows=rows, save_level="keep", saved_bytes=saved_bytes)
+    pricing = Pricing(model, workload, policy, profile)
+    num_bytes = rows * 4 * model.hidden_size * 2 + saved_bytes
+    copies = [o for o in build(model, workload, policy).steady if "activation" in o.name]
+    assert len(copies) == 4
+    for operation in copies:
+        price = pricing.price(operation)
+        assert price.seconds == pytest.approx(num_bytes / 20e9 + profile.launch_seconds.value)
+        assert price.dram_bytes == num_bytes
 
 
 def test_inputs_stand_on_the_host_between_forward_and_backward() -> None:

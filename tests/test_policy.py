@@ -87,7 +87,6 @@ def test_random_policies_of_the_other_tests_are_accepted() -> None:
         ({"optimizer_homes": ("device",) * 4 + ("nvme",)}, ("optimizer_homes", "nvme")),
         ({"optimizer_homes": ("device", "device", "device", "device", "streamed")}, ("optimizer_homes", "head")),
         ({"optimizer_homes": ("streamed", "device", "device", "device", "device")}, ("optimizer_homes", "embedding")),
-        ({"activation_homes": ("host", "device", "device")}, ("activation_homes", "layer 1", "keep")),
         ({"gradient_homes": ("device", "host", "device", "device", "device")}, ("gradient_homes", "block 1")),
         ({"checkpoint_interval": 2}, ("checkpoint_interval", "input")),
         ({"checkpoint_interval": 2, "save_levels": ("input", "keep", "input")}, ("checkpoint_interval", "input")),
@@ -138,6 +137,17 @@ def test_a_tuple_of_the_wrong_length_names_the_field_and_both_lengths(field: str
     assert f"policy.{field}" in message
     assert str(len(entries)) in message
     assert str(len(wrong)) in message
+
+
+@pytest.mark.parametrize(("sizes", "named"), [((), "layer 2"), ((4096, 0, 4096), "layer 2"), ((4096,), "needs 3")])
+def test_what_a_layer_saves_on_the_host_needs_room_there(sizes: tuple[int, ...], named: str) -> None:
+    waiting = POLICY.model_copy(update={"activation_homes": ("device", "host", "device"), "saved_bytes": sizes})
+    kind, message = refusal(waiting)
+    assert kind is InputError
+    assert "policy.saved_bytes" in message
+    assert named in message
+    check_policy(waiting.model_copy(update={"saved_bytes": (0, 1, 0)}), MODEL, WORKLOAD)
+    check_policy(waiting.model_copy(update={"saved_bytes": (), "save_levels": ("input",) * 3}), MODEL, WORKLOAD)
 
 
 def test_micro_batches_must_make_up_the_step() -> None:

@@ -183,6 +183,17 @@ def very_different_policies(config: dict, workload: Workload) -> dict[str, Polic
                 "activation_homes": ("host", "device", *["host"] * (layers - 3), "device"),
             }
         ),
+        "all that layers save waits on the host": uniform(activations="host", saved_bytes=2**20),
+        "so much of it as there is room for, upper layers depth-first": uniform(
+            groups=(4, 2), weights="host", optimizer="host", activations="host", saved_bytes=4096, depth_first_layers=2
+        ),
+        "of every other layer, between inputs that wait": uniform(groups=(2, 2, 2)).model_copy(
+            update={
+                "save_levels": tuple("keep" if layer % 2 else "input" for layer in range(layers)),
+                "activation_homes": ("host",) * layers,
+                "saved_bytes": (2**20,) * layers,
+            }
+        ),
     }
 
 

@@ -30,6 +30,7 @@ from tests.tiny import (
 pytestmark = pytest.mark.gpu
 
 ROWS, SEQUENCE = 6, 256
+SAVED_BYTES = 32 * 2**20  # more than a layer keeps of a micro-batch
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,12 @@ def policies(config: dict[str, Any], workload: Workload, level: SaveLevel) -> di
         "depth-first": uniform(groups=(ROWS,), depth_first_layers=2),
         "depth-first, streamed": uniform(groups=(4, 2), weights="host", optimizer="host", depth_first_layers=3),
         "all layers depth-first": uniform(groups=(ROWS,), optimizer="streamed", depth_first_layers=model.num_layers),
+        "saved tensors wait on the host": uniform(
+            activations="host", saved_bytes=SAVED_BYTES, weights="host", optimizer="host"
+        ),
+        "saved tensors wait, as far as there is room, depth-first": uniform(
+            groups=(4, 2), activations="host", saved_bytes=SAVED_BYTES // 16, depth_first_layers=2
+        ),
         "streamed state": uniform(groups=(ROWS,), optimizer="streamed"),
         "streamed state and weights": uniform(weights="host", optimizer="streamed", state_slots=3),
         "every optimizer": uniform(groups=(4, 2), depth_first_layers=2).model_copy(
