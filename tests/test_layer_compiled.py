@@ -43,6 +43,25 @@ def _run(templates, flat, hidden, grad_output, level):
     return [output, grad_hidden, *gradients], kept_bytes
 
 
+def _run_waiting(templates, flat, hidden, grad_output, level):
+    """Output and gradients where all that is kept leaves, its memory is overwritten, and it comes back elsewhere."""
+    source = hidden.clone()
+    output, saved = templates.forward(1, flat, source, level)
+    saved.let_go_of_hidden()
+    place = torch.zeros(2 * saved.bytes_beside_hidden() + 4096, dtype=torch.uint8)
+    leaving, used = saved.let_go_of_saved(place)
+    assert leaving
+    assert saved.kept_bytes() == 0
+    for tensor in (source.view(torch.uint8), *leaving):
+        tensor.fill_(255)
+    stage = torch.zeros_like(place)
+    stage[:used] = place[:used]
+    saved.take_hidden_back(hidden.clone())
+    saved.take_saved_back(stage)
+    grad_hidden, gradients = templates.backward(1, flat, saved, grad_output)
+    return [output, grad_hidden, *gradients]
+
+
 def _all_equal(first, second):
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -97,6 +116,8 @@ def test_six_levels_keep_less_and_less_and_agree_bit_for_bit(precision):
         assert len(set(kept)) == len(kept), kept
         for level, (tensors, _) in results.items():
             assert _all_equal(tensors, results["keep"][0]), level
+            if level != "input":
+                assert _all_equal(_run_waiting(templates, flat, hidden, grad_output, level), tensors), level
 
 
 @pytest.mark.slow
