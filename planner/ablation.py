@@ -30,6 +30,10 @@ def _two_slots(formulation: Formulation) -> None:
     held(formulation, "two slots", formulation.variables.slots - 2)
 
 
+def _no_activations_wait(formulation: Formulation) -> None:
+    held(formulation, "no activation waits", formulation.variables.num_waiting)
+
+
 @dataclass(frozen=True, slots=True)
 class _Ablation:
     """`spared` says whether a policy does without already; otherwise one of the restrictions sees to it."""
@@ -61,6 +65,12 @@ ABLATIONS: dict[str, _Ablation] = {
         "no depth-first layers",
         lambda p: p.depth_first_layers == 0,
         allowed=lambda outline: not outline.depth_first,
+    ),
+    "no-waiting-activations": _Ablation(
+        "all activations on the device",
+        lambda p: "host" not in p.activation_homes,
+        (_no_activations_wait,),
+        allowed=lambda outline: not outline.saved_waits,
     ),
 }
 

@@ -112,6 +112,8 @@ def _kinds(plan: Plan, task: Task) -> Iterator[_Kind]:
         yield _Kind("groups of one micro-batch", [o for o in same if max(o.groups) == 1])
     if policy.depth_first_layers:
         yield _Kind("no depth-first layers", [o for o in same if not o.depth_first])
+    if Outline.of(policy).saved_waits:
+        yield _Kind("no saved activations on the host", [o for o in same if not o.saved_waits])
     trained = set(model.trained_blocks)
     if any(policy.optimizer_homes[block] != "host" for block in trained):
         yield _Kind("all gradients and updates on the host", same, (all_on_host,))
@@ -122,7 +124,7 @@ def _kinds(plan: Plan, task: Task) -> Iterator[_Kind]:
     if any(policy.optimizer_homes[block] != "device" for block in trained):
         yield _Kind("everything on the device", same, (Formulation.keep_on_device,))
     if len({policy.save_levels[layer - 1] for layer in model.backward_layers}) > 1:
-        plain = [outline for outline in same if not outline.depth_first]
+        plain = [outline for outline in same if outline.plain]
         levels = dict.fromkeys(level for outline in plain for level in problem.coefficients(outline).levels)
         restrictions = tuple(only_level(level) for level in levels)
         lowest = model.backward_layers[0] - 1

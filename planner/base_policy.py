@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
-from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, save_level
+from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, Keeping, save_level
 from planner.outlines import Outline
 from simulator.model import ModelSpec
 from simulator.policy import HEAD_CHUNK_TOKENS, MIN_STATE_SLOTS, Home, OptimizerHome, Policy, Workload
 
 GRADIENT_SLABS = 2
+NOTHING_SAVED: Mapping[Keeping, int] = {}
 
 
 def base_policy(
@@ -19,6 +20,8 @@ def base_policy(
     streamed: frozenset[int] = frozenset(),
     by_link: frozenset[int] = frozenset(),
     levels: Mapping[int, Keeping] | None = None,
+    saved_bytes: Mapping[Keeping, int] = NOTHING_SAVED,
+    saved_passes: int = 1,
     prefetch_depth: int = 1,
     state_slots: int = MIN_STATE_SLOTS,
     state_pace: int = 1,
@@ -26,7 +29,7 @@ def base_policy(
     """The policy of an outline with given homes; ways to keep by layer, 'input' where none is named.
 
     `host` are updated there, of `by_link` the state streams, of `streamed` the weights. Of frozen blocks only those
-    leave the device that stream.
+    leave the device that stream. `saved_bytes`: room on the host for what a layer saves, by how it keeps.
     """
     trained = frozenset(model.trained_blocks)
     host = (host & trained) | (streamed - trained)
@@ -45,6 +48,8 @@ def base_policy(
         checkpoint_interval=outline.checkpoint_interval,
         depth_first_layers=sum(how in DEPTH_FIRST for how in keeping),
         activation_homes=tuple("host" if how in ON_HOST else "device" for how in keeping),
+        saved_bytes=tuple(saved_bytes.get(how, 0) for how in keeping) if SAVED_ON_HOST.keys() & keeping else (),
+        saved_passes=saved_passes if SAVED_ON_HOST.keys() & keeping else 1,
         gradient_homes=tuple(gradients),
         gradient_slabs=GRADIENT_SLABS,
         optimizer_homes=tuple(homes),

@@ -100,10 +100,11 @@ class Search:
         self.counts["outlines"] = len(self.outlines)
         before = self.problem.num_replays
         # First without states that stream and inputs that wait on the host, then without such inputs, and last with
-        # depth-first layers: their many near ties would use up the replays that improve, and what is found without them
-        # is a step to beat.
-        plain = [outline for outline in self.outlines if not outline.depth_first]
-        depth_first = [outline for outline in self.outlines if outline.depth_first]
+        # depth-first layers and saved activations that wait: their many near ties would use up the replays that
+        # improve, and what is found without them is a step to beat.
+        plain = [outline for outline in self.outlines if outline.plain]
+        depth_first = [outline for outline in self.outlines if outline.depth_first and not outline.saved_waits]
+        saved_waits = [outline for outline in self.outlines if outline.saved_waits]
         self._open(plain)
         self._branch()
         self._swap()
@@ -115,8 +116,9 @@ class Search:
             self.inputs = True
             self._reopen(plain, plain)
             self._branch()
-            self._reopen(depth_first, depth_first)
-            self._branch()
+            for last in (depth_first, saved_waits):
+                self._reopen(last, last)
+                self._branch()
             if self.best is None and self.restrict is None:
                 self._rescue()
             self._swap()

@@ -6,13 +6,16 @@ from typing import Protocol
 
 from planner.base_policy import base_policy
 from planner.coefficients import BlockBytes, BlockCosts, Coefficients, LevelCosts, MemoryTable
-from planner.keeping import Keeping, allowed_levels, depth_first, save_level
+from planner.keeping import ON_HOST, SAVED_ON_HOST, Keeping, allowed_levels, depth_first, save_level
 from planner.outlines import Outline
 from simulator.model import ModelSpec
 from simulator.placement import place
 from simulator.policy import Policy, Workload
 from simulator.program import Buffer, Kind, Operation, Resource, Role, Tier
 from simulator.replay import Price, Sharing
+
+# Beside what a layer saves, which lies aligned in its place on the host.
+SPARE_BYTES = 64 * 1024
 
 
 class Prices(Protocol):
@@ -60,27 +63,39 @@ class CoefficientTable:
         """Coefficients of one micro-batch size; grouping and checkpoint interval do not change them."""
         model = self.model
         prices = self.prices_of(base_policy(model, self.workload, outline))
-        every = Outline(outline.micro_batch_rows, outline.groups, depth_first=True)
+        every = Outline(outline.micro_batch_rows, outline.groups, depth_first=True, saved_waits=True)
         levels = allowed_levels(self.workload, every, self.measured_levels)
         layer_kinds = sorted({model.kind_of_block[block] for block in model.layers})
         own_clips = self.workload.clipping != "global"
         blocks = {kind: _block_costs(prices, model, block, own_clips) for kind, block in self._first_of_kind.items()}
         nothing = Price(0.0)
 
-        def fastest(kind: Kind, resource: Resource) -> Price:
-            copies = [_price(prices, kind, self._first_of_kind[layer], "input", resource) for layer in layer_kinds]
+        level_costs = {
+            (kind, level): _level_costs(prices, model, self._first_of_kind[kind], level)
+            for kind in layer_kinds
+            for level in levels
+        }
+        saved_bytes = {
+            how: max(level_costs[kind, how].kept_bytes for kind in layer_kinds) + SPARE_BYTES
+            for how in levels
+            if how in SAVED_ON_HOST
+        }
+
+        def fastest(kind: Kind, how: Keeping, resource: Resource) -> Price:
+            policy = base_policy(
+                model, self.workload, outline, levels=dict.fromkeys(model.layers, how), saved_bytes=saved_bytes
+            )
+            prices, level = self.prices_of(policy), save_level(how)
+            copies = [_price(prices, kind, self._first_of_kind[layer], level, resource) for layer in layer_kinds]
             return min(copies, key=lambda price: price.seconds)
 
+        waiting = [how for how in levels if how in ON_HOST]
         return Coefficients(
             model=model,
             workload=self.workload,
             outline=outline,
             levels=levels,
-            level_costs={
-                (kind, level): _level_costs(prices, model, self._first_of_kind[kind], level)
-                for kind in layer_kinds
-                for level in levels
-            },
+            level_costs=level_costs,
             recompute_seconds={
                 kind: _price(prices, Kind.RECOMPUTE, self._first_of_kind[kind], "input").seconds for kind in layer_kinds
             },
@@ -91,8 +106,9 @@ class CoefficientTable:
             clip_seconds=0.0 if own_clips else _price(prices, Kind.CLIP).seconds,
             report_seconds=_price(prices, Kind.REPORT).seconds,
             load_batch=_price(prices, Kind.LOAD_BATCH, resource=Resource.H2D),
-            store_activation=fastest(Kind.STORE_ACTIVATION, Resource.D2H),
-            load_activation=fastest(Kind.LOAD_ACTIVATION, Resource.H2D),
+            stores={how: fastest(Kind.STORE_ACTIVATION, how, Resource.D2H) for how in waiting},
+            loads={how: fastest(Kind.LOAD_ACTIVATION, how, Resource.H2D) for how in waiting},
+            saved_bytes=saved_bytes,
             memory=self._memory_table(outline),
             sharing=prices.sharing,
         )

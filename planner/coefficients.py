@@ -86,8 +86,9 @@ class Coefficients:
     clip_seconds: float  # the one clip factor of a step: 0 where each block has its own
     report_seconds: float
     load_batch: Price
-    store_activation: Price  # one layer's input of one micro-batch, of the kind that is measured fastest
-    load_activation: Price
+    stores: Mapping[Keeping, Price]  # of what waits of one micro-batch, in the kind of layer that is measured fastest
+    loads: Mapping[Keeping, Price]
+    saved_bytes: Mapping[Keeping, int]  # room on the host for what is saved beside an input
     memory: MemoryTable
     sharing: Sharing
 
@@ -138,6 +139,10 @@ class Coefficients:
     def waiting_bytes(self, key: tuple[int, Keeping]) -> int:
         """What one micro-batch leaves on the device between a layer's forward and its backward."""
         return 0 if key[1] in ON_HOST else self.hidden_bytes + self.level_costs[key].kept_bytes
+
+    def host_bytes(self, key: tuple[int, Keeping]) -> int:
+        """Room on the host for what waits of one micro-batch."""
+        return self.hidden_bytes + self.saved_bytes.get(key[1], 0) if key[1] in ON_HOST else 0
 
     @cached_property
     def checkpoints(self) -> dict[int, list[int]]:

@@ -31,6 +31,8 @@ _HOLDS = {
     Role.UPDATE_SLOT: "slots for weights in their update",
     Role.ACTIVATION: "layer inputs that wait",
     Role.STAGE: "stages for returning layer inputs",
+    Role.SAVED_PLACE: "saved activations that wait",
+    Role.SAVED_STAGE: "stage for returning saved activations",
     Role.BATCH: "batches",
     Role.SCALARS: "scalars",
 }
@@ -121,6 +123,9 @@ def _decisions(plan: Plan) -> Table:
         rows.append(("state slots", f"{policy.state_slots} layers' state on the device at a time"))
     if waiting_layers(plan.model, policy):
         rows.append(("layer inputs wait", _runs(_waits(plan, on), "{}", first=1)))
+    if policy.saved_bytes:
+        words = [on["host"] if size else device for size in policy.saved_bytes]
+        rows.append(("what else they save", _runs(words, "{}", first=1)))
     if policy.checkpoint_interval > 1:
         rows.append(("layer inputs", f"every {policy.checkpoint_interval}th is kept"))
     for row in rows:

@@ -5,7 +5,7 @@ proves nothing; its plans are replayed like all others.
 """
 
 from planner.formulation import Formulation
-from planner.keeping import DEPTH_FIRST, ON_HOST, depth_first, save_level
+from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, depth_first, save_level
 from planner.neighbours import neighbours
 from planner.variables import Decisions, admissible
 
@@ -31,6 +31,10 @@ def _starts(formulation: Formulation) -> list[Decisions]:
     if c.outline.depth_first:
         (kind,) = c.kinds
         levels |= {(kind, least): levels[kind, least] - 1, (kind, depth_first(save_level(least))): 1}
+    if c.outline.saved_waits:
+        (kind,) = c.kinds
+        how = [level for level in c.levels if level in SAVED_ON_HOST][-1]
+        levels = {(kind, least): len(c.kinds[kind]) - 1, (kind, how): 1}
     everywhere = {kind: len(layers) for kind, layers in c.kinds.items()}
     starts = (
         Decisions(levels, {}, False, False, {}, 0),

@@ -1,6 +1,7 @@
 """Ways to keep what a layer's backward needs: at which save level, where it waits, and of how many micro-batches.
 
-A layer of the topmost, depth-first ones keeps one micro-batch's, any other its group's.
+A layer of the topmost, depth-first ones keeps one micro-batch's, any other its group's. Where only the input is kept it
+alone waits on the host; else all that the level saves does, of one micro-batch at a time.
 """
 
 from typing import Literal, cast
@@ -18,10 +19,19 @@ Keeping = (
         "depth_first_budget_30",
         "depth_first_budget_10",
         "depth_first_input",
+        "keep_on_host",
+        "budget_70_on_host",
+        "budget_50_on_host",
+        "budget_30_on_host",
+        "budget_10_on_host",
     ]
 )
-# Of those that wait on the host, the save level.
-ON_HOST: dict[Keeping, SaveLevel] = {"input_on_host": "input"}
+# Of those where more than the input waits on the host, the save level.
+SAVED_ON_HOST: dict[Keeping, SaveLevel] = {
+    cast(Keeping, f"{level}_on_host"): level for level in SAVE_LEVELS if level != "input"
+}
+# Of all that wait there.
+ON_HOST: dict[Keeping, SaveLevel] = {"input_on_host": "input", **SAVED_ON_HOST}
 # And of those of depth-first layers.
 DEPTH_FIRST: dict[Keeping, SaveLevel] = {cast(Keeping, f"depth_first_{level}"): level for level in SAVE_LEVELS}
 
@@ -36,10 +46,16 @@ def depth_first(level: SaveLevel) -> Keeping:
     return cast(Keeping, f"depth_first_{level}")
 
 
+def on_host(how: Keeping) -> Keeping:
+    """The same way to keep, but on the host."""
+    return cast(Keeping, f"{how}_on_host")
+
+
 def allowed_levels(workload: Workload, outline: Outline, measured: frozenset[str] = frozenset()) -> tuple[Keeping, ...]:
     """Ways to keep that a layer may take: all six levels compiled, the two ends eager; with sparse checkpoints 'input'.
 
-    What 'input' keeps may wait on the host, but that of a depth-first layer, which is small.
+    What 'input' keeps may wait on the host, but that of a depth-first layer, which is small. What other levels save may
+    where the outline says so.
 
     Where both ends were `measured`, those that were not are left out: a roofline among measured prices would win or
     lose by its own error. A table with fewer comes from runs, which tell nothing of the levels they did not use.
@@ -49,5 +65,11 @@ def allowed_levels(workload: Workload, outline: Outline, measured: frozenset[str
     levels: tuple[SaveLevel, ...] = tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
     if measured >= {levels[0], levels[-1]}:
         levels = tuple(level for level in levels if level in measured)
-    on_host = tuple(how for how, level in ON_HOST.items() if level in levels)
-    return (*levels, *on_host, *(map(depth_first, levels) if outline.depth_first else ()))
+    found: list[Keeping] = list(levels)
+    if "input" in levels:
+        found.append("input_on_host")
+    if outline.depth_first:
+        found += map(depth_first, levels)
+    if outline.saved_waits:
+        found += [how for how, level in SAVED_ON_HOST.items() if level in levels]
+    return tuple(found)

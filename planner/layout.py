@@ -2,7 +2,8 @@
 
 Save levels: the layers whose backward takes most memory lie at the bottom, where fewest other layers are still alive;
 of equals those whose inputs wait on the host lie lowest, where an input waits longest. Depth-first layers are the
-topmost, in the same order among themselves.
+topmost, in the same order among themselves. Layers whose saved activations wait lie evenly among the others, whose
+passes their copies have beside them.
 Host optimizers lie at the top, where an update has most time before its layer's next forward; below them the layers
 whose state streams, which has the link to itself until then. Or they lie evenly among these, or among all layers: what
 comes over the link, weights in every group's passes and states in the first forward, then has the compute of others
@@ -17,7 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from planner.base_policy import base_policy
 from planner.coefficients import Coefficients
-from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping
+from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, Keeping
 from planner.variables import Decisions
 from simulator.model import ModelSpec
 from simulator.policy import Policy
@@ -81,6 +82,8 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT
         streamed=frozenset(streamed),
         by_link=frozenset(by_link),
         levels=_levels(c, decisions),
+        saved_bytes=c.saved_bytes,
+        saved_passes=_saved_passes(c, decisions),
         prefetch_depth=max(1, decisions.slots - 1),
         state_slots=decisions.state_slots,
         state_pace=way.pace if way.pace and by_link else _state_pace(c, len(by_link) - decisions.state_slots),
@@ -125,6 +128,8 @@ def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:
             ),
         )
         in_order = [level for level in ordered for _ in range(decisions.levels.get((kind, level), 0))]
+        if c.outline.saved_waits:
+            in_order = _with_saved_spread(c, decisions, in_order)
         if c.outline.checkpoint_interval > 1:
             # The lowest layers that keep an input at all.
             layers = sorted(layers, key=lambda layer: (layer not in c.checkpoints[kind], layer))
@@ -132,6 +137,26 @@ def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:
     if c.outline.checkpoint_interval > 1:
         return found
     return found if len(c.kinds) == 1 else _with_lower_peak(c, found)
+
+
+def _saved_passes(c: Coefficients, decisions: Decisions) -> int:
+    """How many forwards the copy of what a layer saves takes, and one that waits for it."""
+    stores = [c.stores[how].seconds for (_, how), count in decisions.levels.items() if count and how in SAVED_ON_HOST]
+    forward = min(costs.forward_seconds for costs in c.level_costs.values())
+    return math.ceil(max(stores) / forward) + 1 if stores and forward else 1
+
+
+def _with_saved_spread(c: Coefficients, decisions: Decisions, in_order: list[Keeping]) -> list[Keeping]:
+    """From the lowest layer up: those whose saved activations wait evenly among all.
+
+    Above the topmost there are as many others as its copy needs to have ended before the loss.
+    """
+    found = [level for level in in_order if level not in SAVED_ON_HOST]
+    saved = [level for level in in_order if level in SAVED_ON_HOST]
+    apart = (len(in_order) - 2 - _saved_passes(c, decisions)) / max(1, len(saved) - 1)
+    for k, level in enumerate(saved):
+        found.insert(int(k * min(max(1.0, apart), len(in_order) / len(saved))), level)
+    return found
 
 
 def _with_lower_peak(c: Coefficients, levels: dict[int, Keeping]) -> dict[int, Keeping]:
@@ -200,12 +225,14 @@ def swaps(model: ModelSpec, policy: Policy) -> Iterator[Policy]:
             continue  # they do not decide about the same things
         levels = _exchanged(policy.save_levels, lower - 1, upper - 1)
         activations = _exchanged(policy.activation_homes, lower - 1, upper - 1)
+        saved = _exchanged(policy.saved_bytes, lower - 1, upper - 1) if policy.saved_bytes else ()
         weights = _exchanged(policy.weight_homes, lower, upper)
         optimizers = _exchanged(policy.optimizer_homes, lower, upper)
         gradients = _exchanged(policy.gradient_homes, lower, upper)
         homes = {"weight_homes": weights, "optimizer_homes": optimizers, "gradient_homes": gradients}
         if levels != policy.save_levels or (activations != policy.activation_homes and policy.checkpoint_interval == 1):
-            yield policy.model_copy(update={"save_levels": levels, "activation_homes": activations})
+            kept = {"save_levels": levels, "activation_homes": activations, "saved_bytes": saved}
+            yield policy.model_copy(update=kept)
         if optimizers != policy.optimizer_homes:
             yield policy.model_copy(update=homes)
         elif weights != policy.weight_homes:

@@ -11,7 +11,7 @@ still alive; any other layout takes at least as much.
 from dataclasses import dataclass
 
 from planner.coefficients import Coefficients
-from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping
+from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, Keeping
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.variables import Variables
 from simulator.predict import ALLOCATOR_SLACK
@@ -57,6 +57,8 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
     persistent += memory.slab_bytes / GB * variables.slabs + memory.slot_bytes / GB * variables.slots
     persistent += memory.state_slot_bytes / GB * variables.state_slots
     persistent += c.hidden_bytes / GB * variables.stages
+    if c.outline.saved_waits:
+        persistent += _add_saved_stage(mip, c, variables)
     persistent += memory.depth_first_bytes / GB * variables.depth_first
     persistent += memory.depth_first_host_bytes / GB * variables.depth_first_host
     passing = mip.quantity("passing_gb")
@@ -67,12 +69,33 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
     device = persistent + (1 + ALLOCATOR_SLACK) * passing + budget.device_process_bytes / GB
     host = total(num_bytes / GB * count for num_bytes, count in host_share)
     host += (memory.host_fixed_bytes + budget.host_process_bytes) / GB
-    host += max(c.outline.groups) * c.hidden_bytes / GB * variables.num_waiting
+    group = max(c.outline.groups)
+    host += total(
+        c.passes(key, group) * c.host_bytes(key) / GB * count
+        for key, count in variables.levels.items()
+        if key[1] in ON_HOST
+    )
     if budget.shared_memory:
         host += persistent + passing
     for title, used, limit in zip(MEMORY_LIMITS, (device, host), (budget.device_bytes, budget.host_bytes), strict=True):
         mip.at_most(title, used, (limit + EXACT_FIT_BYTES) / GB)
     return MemoryUse(device, host)
+
+
+def _add_saved_stage(mip: MixedIntegerProgram, c: Coefficients, variables: Variables) -> Linear:
+    """Stages for what layers saved, as large as the largest: one, or two where such layers follow upon each other."""
+    stage, num_layers = mip.quantity("saved_stage_gb"), c.model.num_layers
+    more_than_half = mip.indicator("saved_of_more_than_half")
+    saved = total(count for (_, how), count in variables.levels.items() if how in SAVED_ON_HOST)
+    mip.at_least("neighbours' wait", more_than_half, (saved - (num_layers + 1) // 2) * (1 / num_layers))
+    for (kind, how), count in variables.levels.items():
+        if how in SAVED_ON_HOST:
+            waits = mip.indicator(f"waits_{kind}_{how}")
+            mip.at_least(f"{how} is used by kind {kind}", waits, count * (1 / c.model.num_layers))
+            mip.at_least(f"the stage holds {how}", stage, c.saved_bytes[how] / GB * waits)
+            both = c.saved_bytes[how] / GB * (waits + more_than_half - 1.0)
+            mip.at_least(f"two stages hold {how}", stage, c.saved_bytes[how] / GB * waits + both)
+    return stage
 
 
 def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, passing: Linear) -> None:
@@ -111,7 +134,7 @@ def _add_passing(mip: MixedIntegerProgram, c: Coefficients, variables: Variables
             below.append(alive[key])
             peak = total(below) + (fixed + transient[key]) * used[key]
             mip.at_least(f"memory in the {name} of kind {key[0]} at level {key[1]}", passing, peak)
-            if name == "forward" and key[1] in ON_HOST:
+            if name == "forward" and key[1] == "input_on_host":
                 # Its inputs, the first outputs, and the input before, which is still leaving.
                 leaving = (group + 1 + min(group - 1, 1)) * hidden + group * c.micro_batch_bytes / GB
                 title = f"memory while inputs of kind {key[0]} leave"

@@ -47,7 +47,9 @@ def _level_moves(c: Coefficients, decisions: Decisions, stride: int) -> Iterator
                 if target != source:
                     levels = _moved(_moved(decisions.levels, (kind, source), -count), (kind, target), count)
                     moved = replace(decisions, levels=levels)
-                    if not c.outline.depth_first or 0 < moved.num_depth_first < c.model.num_layers:
+                    if c.outline.depth_first and not 0 < moved.num_depth_first < c.model.num_layers:
+                        continue
+                    if moved.num_saved_on_host or not c.outline.saved_waits:
                         yield moved
 
 

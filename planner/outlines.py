@@ -6,6 +6,9 @@ more often: the even cut is never worse, so cuts like 3,1,1,1 are left out.
 
 Depth-first layers are for one group: with several, all layers have sums of their own anyway, and groups of one
 micro-batch are depth-first from the lowest layer to the head. How many there are the program decides.
+
+What layers save waits on the host in groups of one micro-batch: there it comes back within its own forward and
+backward, and takes the room of one micro-batch.
 """
 
 from collections.abc import Iterator
@@ -21,19 +24,32 @@ DENSE = 8
 class Outline(NamedTuple):
     """What is enumerated: rows of a micro-batch, micro-batches in each group, every how manyth layer input is kept.
 
-    And whether the topmost layers are depth-first: at least one, and not all.
+    And whether the topmost layers are depth-first: at least one, and not all; and whether what a layer saves beside its
+    input waits on the host: of at least one.
     """
 
     micro_batch_rows: int
     groups: tuple[int, ...]
     checkpoint_interval: int = 1
     depth_first: bool = False
+    saved_waits: bool = False
 
     @classmethod
     def of(cls, policy: Policy) -> "Outline":
         """The outline that a policy belongs to."""
-        depth_first = policy.depth_first_layers > 0
-        return cls(policy.micro_batch_rows, policy.groups, policy.checkpoint_interval, depth_first)
+        kept = zip(policy.activation_homes, policy.save_levels, strict=True)
+        return cls(
+            policy.micro_batch_rows,
+            policy.groups,
+            policy.checkpoint_interval,
+            depth_first=policy.depth_first_layers > 0,
+            saved_waits=any(home == "host" and level != "input" for home, level in kept),
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers are passed alike, and only inputs wait."""
+        return not self.depth_first and not self.saved_waits
 
     @property
     def num_micro_batches(self) -> int:
@@ -52,11 +68,13 @@ def outlines(model: ModelSpec, workload: Workload) -> list[Outline]:
     if may_be_depth_first(model):
         numbers = {rows: workload.rows_per_step // rows for rows in sizes}
         found += [Outline(rows, (number,), depth_first=True) for rows, number in numbers.items() if number > 1]
+        found += [Outline(rows, (1,) * number, saved_waits=True) for rows, number in numbers.items()]
     return found
 
 
 def may_be_depth_first(model: ModelSpec) -> bool:
-    """Whether depth-first layers are considered: where all layers are alike, so that counts say which they are."""
+    """Whether depth-first layers, and saved activations that wait on the host, are considered: where all layers are
+    alike, so that counts say which they are."""
     one_kind = len({model.kind_of_block[layer] for layer in model.layers}) == 1
     return one_kind and model.num_layers > 1 and model.block(1).trained
 

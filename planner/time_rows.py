@@ -14,7 +14,8 @@ takes at least as long as any one resource needs for what must happen within it:
   group's first and last loss.
 - Gradients that leave through slabs: all but the last few have left when the backward ends.
 - Cycles: from a layer's forward to its gradient, its store, update, load and next forward is at most one step.
-- Inputs that wait on the host: in a piece all but one have left, or all but the stages' come back.
+- Inputs that wait on the host: in a piece all but one have left, or all but the stages' come back. What layers save
+  beside them leaves after a first pass and before the loss.
 - Over the whole step: each resource's work, both link directions at their common rate, host DRAM's traffic.
 - Host updates run slower beside copies where both ask for more than host DRAM moves (planner/contention.py).
 
@@ -23,18 +24,20 @@ outside these rows. The replay knows all of it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from planner.base_policy import GRADIENT_SLABS
 from planner.coefficients import BlockCosts, Coefficients
+from planner.keeping import ON_HOST, Keeping
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.state_rows import add_later_states
 from planner.variables import Variables
 from planner.work import Work
 from simulator.activations import NUM_STAGES
+from simulator.replay import Price
 
 PassName = Literal["forward", "backward"]
 
@@ -83,8 +86,8 @@ class _TimeRows:
             lambda costs: (costs.load_state.dram_bytes + costs.store_state.dram_bytes) / self.work.dram_rate
         )
         again = self.work.least(lambda costs: costs.load.dram_bytes) / self.work.dram_rate * self.work.again
-        waiting = self.c.store_activation.dram_bytes * self.variables.num_waiting
-        waiting += self.c.load_activation.dram_bytes * self.work.inputs_back
+        waiting = self.work.leaving(1, lambda price: price.dram_bytes)
+        waiting += self.work.coming_back(1, lambda price: price.dram_bytes)
         mip.at_least(
             "host DRAM", step, moved + again + self.c.outline.num_micro_batches / self.work.dram_rate * waiting
         )
@@ -135,13 +138,22 @@ class _TimeRows:
         mip.at_least(f"{title}: loads", piece, reload + self._around_loads(edge, group, name))
         # An input's copy ends before the next pass begins; inputs come back as stages are free.
         if name == "forward":
-            leaving = self.c.store_activation.seconds * (group * self.variables.num_waiting - 1)
+            leaving = self.work.leaving(group, lambda price: price.seconds) - self._longest(self.c.stores)
             mip.at_least(f"{title}: compute beside leaving inputs", piece, work + edge + self.work.slowed * leaving)
             mip.at_least(f"{title}: leaving inputs", piece, leaving + self.work.both * reload)
+            if self.c.outline.saved_waits:
+                # It has left before the loss, and begins to after a layer's pass.
+                left = self.work.saved_leaving(group) + min(self._seconds("forward"))
+                mip.at_least(f"{title}: what is saved leaves", piece, left + edge)
         else:
-            back = self.c.load_activation.seconds * (group * self.work.inputs_back - NUM_STAGES)
+            # Stages may be full by then.
+            back = self.work.coming_back(group, lambda price: price.seconds) - NUM_STAGES * self._longest(self.c.loads)
             mip.at_least(f"{title}: compute beside inputs", piece, work + edge + self.work.slowed * (reload + back))
             mip.at_least(f"{title}: inputs", piece, reload + back)
+
+    def _longest(self, copies: Mapping[Keeping, Price]) -> float:
+        """Of one layer's activations in one micro-batch, as far as the outline has them wait."""
+        return max((copies[how].seconds for how in self.c.levels if how in ON_HOST), default=0.0)
 
     def _around_loads(self, edge: float, group: int, name: PassName) -> Linear:
         """Compute of a piece before its first load and after its last one: a layer's pass each."""

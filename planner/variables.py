@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.base_policy import GRADIENT_SLABS
 from planner.coefficients import Coefficients
-from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, depth_first
+from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, Keeping, depth_first, on_host
 from planner.mip import Linear, MixedIntegerProgram, total
 from simulator.activations import NUM_STAGES, waiting_layers
 from simulator.placement import place
@@ -35,6 +35,10 @@ class Decisions:
     @property
     def num_depth_first(self) -> int:
         return sum(count for (_, how), count in self.levels.items() if how in DEPTH_FIRST)
+
+    @property
+    def num_saved_on_host(self) -> int:
+        return sum(count for (_, how), count in self.levels.items() if how in SAVED_ON_HOST)
 
     def key(self) -> tuple[object, ...]:
         """Equal for equal decisions, whether zeros are spelt out or not."""
@@ -125,7 +129,9 @@ def policy_decisions(coefficients: Coefficients, policy: Policy) -> Decisions:
         level: Keeping = policy.save_levels[layer - 1] if kind in coefficients.backward_kinds else "input"
         if policy.depth_first(layer, model.num_layers):
             level = depth_first(policy.save_levels[layer - 1])
-        key = (kind, "input_on_host" if layer in waiting else level)
+        if layer in waiting:
+            level = "input_on_host" if policy.save_levels[layer - 1] == "input" else on_host(level)
+        key = (kind, level)
         levels[key] = levels.get(key, 0) + 1
         host_layers[kind] = host_layers.get(kind, 0) + (policy.optimizer_homes[layer] == "host")
         streamed[kind] = streamed.get(kind, 0) + (policy.weight_homes[layer] == "host")
@@ -153,10 +159,10 @@ def admissible(c: Coefficients, decisions: Decisions) -> Decisions:
     Where checkpoints are sparse, no more inputs wait than are kept. No depth-first layer streams.
     """
     if c.outline.depth_first:
-        on_host, upper = sum(decisions.host_layers.values()), decisions.num_depth_first
-        least = max(0, upper + on_host - c.model.num_layers)
-        upper_host = max(least, min(decisions.depth_first_host, upper, on_host))
-        streamed = {kind: min(count, on_host - upper_host) for kind, count in decisions.streamed.items()}
+        updated_there, upper = sum(decisions.host_layers.values()), decisions.num_depth_first
+        least = max(0, upper + updated_there - c.model.num_layers)
+        upper_host = max(least, min(decisions.depth_first_host, upper, updated_there))
+        streamed = {kind: min(count, updated_there - upper_host) for kind, count in decisions.streamed.items()}
         slots = decisions.slots if any(streamed.values()) else 0
         decisions = replace(decisions, streamed=streamed, slots=slots, depth_first_host=upper_host)
     for kind, kept in c.checkpoints.items():
@@ -270,8 +276,11 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
     mip.at_least("a state comes after others", any_later, later_states * share)
     num_waiting = total(count for (_, a), count in levels.items() if a in ON_HOST)
     for kind, kept in c.checkpoints.items():
-        on_host = total(levels[kind, a] for a in c.levels if a in ON_HOST)
-        mip.at_most(f"layers of kind {kind} that keep an input may have it wait", on_host, len(kept))
+        away = total(levels[kind, a] for a in c.levels if a in ON_HOST)
+        mip.at_most(f"layers of kind {kind} that keep an input may have it wait", away, len(kept))
+    if c.outline.saved_waits:
+        saved = total(count for (_, a), count in levels.items() if a in SAVED_ON_HOST)
+        mip.at_most("what a layer saves waits", 1.0 - saved, 0.0)
     any_waiting = mip.indicator("any_waiting")
     mip.at_least("an input waits on the host", any_waiting, num_waiting * share)
     if c.outline.num_micro_batches > 1:

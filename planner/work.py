@@ -1,11 +1,11 @@
 """Work: what an outline's decisions make each resource do in a step, as sums over layers of its program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planner.coefficients import BlockCosts, Coefficients
 from planner.contention import update_loss
-from planner.keeping import Keeping
+from planner.keeping import ON_HOST, SAVED_ON_HOST, Keeping
 from planner.mip import Linear, total
 from planner.state_rows import both_directions
 from planner.variables import Variables
@@ -96,24 +96,40 @@ class Work:
         batches = self.c.outline.num_micro_batches * self.c.load_batch.seconds
         first = self.host_sum(lambda costs: costs.load.seconds)
         states = self.link_sum(lambda costs: costs.load_state.seconds)
-        activations = self.c.outline.num_micro_batches * self.c.load_activation.seconds * self.inputs_back
+        activations = self.c.outline.num_micro_batches * self.coming_back(1, lambda price: price.seconds)
         again = self.least(lambda costs: costs.load.seconds) * self.again
         return first + states + again + batches + activations
 
     @property
     def d2h(self) -> Linear:
-        activations = self.c.outline.num_micro_batches * self.c.store_activation.seconds * self.variables.num_waiting
+        activations = self.c.outline.num_micro_batches * self.leaving(1, lambda price: price.seconds)
         states = self.link_sum(lambda costs: costs.store_state.seconds)
         return self.host_sum(lambda costs: costs.store.seconds) + states + activations
 
-    @property
-    def inputs_back(self) -> Linear:
-        """How often one micro-batch's inputs come back: where checkpoints are sparse, for the recomputation too."""
-        variables, interval = self.variables, self.c.outline.checkpoint_interval
+    def leaving(self, group: int, cost: Callable[[Price], float]) -> Linear:
+        """A cost of the copies of what leaves to wait, of a group's micro-batches that pass one after the other."""
+        return self._waiting(group, self.c.stores, cost)
+
+    def coming_back(self, group: int, cost: Callable[[Price], float]) -> Linear:
+        """And of what comes back: where checkpoints are sparse an input does for the recomputation too."""
+        interval = self.c.outline.checkpoint_interval
         if interval == 1:
-            return variables.num_waiting
+            return self._waiting(group, self.c.loads, cost)
         alone = len(self.c.model.backward_layers) % interval == 1  # the topmost is a segment of its own
-        return 2 * variables.num_waiting - int(alone) * variables.any_waiting
+        times = 2 * self.variables.num_waiting - int(alone) * self.variables.any_waiting
+        return group * cost(self.c.loads["input_on_host"]) * times
+
+    def _waiting(self, group: int, copies: Mapping[Keeping, Price], cost: Callable[[Price], float]) -> Linear:
+        levels = ((key, count) for key, count in self.variables.levels.items() if key[1] in ON_HOST)
+        return total(self.c.passes(key, group) * cost(copies[key[1]]) * count for key, count in levels)
+
+    def saved_leaving(self, group: int) -> Linear:
+        """The way out of what waits beside inputs."""
+        return total(
+            self.c.passes(key, group) * self.c.stores[key[1]].seconds * count
+            for key, count in self.variables.levels.items()
+            if key[1] in SAVED_ON_HOST
+        )
 
     @property
     def host_updates(self) -> Linear:

@@ -10,6 +10,7 @@ turn.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from simulator.formats import PRECISIONS
 from simulator.model import ModelSpec
@@ -18,8 +19,6 @@ from simulator.program import Access, Buffer, Kind, Operation, Resource, Role, T
 
 # Inputs that come back are read from so many buffers in turn: one is read while the next one is filled.
 NUM_STAGES = 2
-# What layers save beside their inputs is large, and comes back while layers between do their backward.
-NUM_SAVED_STAGES = 1
 
 # Operations that work on a micro-batch's way through the model.
 _PASSES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.LOSS, Kind.BACKWARD)
@@ -36,6 +35,11 @@ def waiting_layers(model: ModelSpec, policy: Policy) -> list[int]:
     return [layer for layer in layers if policy.kept_input(layer, model.backward_layers[0])]
 
 
+def _saving_layers(model: ModelSpec, policy: Policy) -> list[int]:
+    """Of the waiting layers those that leave with more than their input."""
+    return [layer for layer in waiting_layers(model, policy) if policy.save_levels[layer - 1] != "input"]
+
+
 def activation_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> list[Buffer]:
     """The persistent buffers: places on the host for what waits at a time, and the stages.
 
@@ -43,7 +47,7 @@ def activation_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> 
     """
     num_bytes = hidden_bytes(model, workload, policy.micro_batch_rows)
     layers = waiting_layers(model, policy)
-    saving = [layer for layer in layers if policy.save_levels[layer - 1] != "input"]
+    saving = _saving_layers(model, policy)
     places, saved_places = [], []
     for layer in layers:
         for index in range(1 if policy.depth_first(layer, model.num_layers) else max(policy.groups)):
@@ -55,13 +59,20 @@ def activation_buffers(model: ModelSpec, workload: Workload, policy: Policy) -> 
     # Where checkpoints are sparse a layer's input is read twice, but for one that is a segment of its own.
     last, sparse = model.num_layers, policy.checkpoint_interval > 1
     readers = policy.num_micro_batches * sum(2 if sparse and layer != last else 1 for layer in layers)
-    stages = [
-        Buffer(_stage("hidden", turn), Tier.DEVICE, Role.STAGE, num_bytes) for turn in range(min(NUM_STAGES, readers))
+    stages = [Buffer(_stage(turn), Tier.DEVICE, Role.STAGE, num_bytes) for turn in range(min(NUM_STAGES, readers))]
+    largest = max((policy.saved_bytes[layer - 1] for layer in saving), default=0)
+    stages += [
+        Buffer(_saved_stage(turn), Tier.DEVICE, Role.SAVED_STAGE, largest) for turn in range(_num_saved_stages(saving))
     ]
-    if saving:
-        largest = max(policy.saved_bytes[layer - 1] for layer in saving)
-        stages.append(Buffer(_stage("saved", 0), Tier.DEVICE, Role.SAVED_STAGE, largest))
     return [*places, *saved_places, *stages]
+
+
+def _num_saved_stages(saving: Sequence[int]) -> int:
+    """What layers save beside their inputs is large: one stage, while layers between do their backward.
+
+    Two where such layers follow upon each other: one is read while the other is filled.
+    """
+    return min(len(saving), 1 + any(above == layer + 1 for layer, above in pairwise(saving)))
 
 
 def with_waiting_activations(operations: Sequence[Operation], model: ModelSpec, policy: Policy) -> list[Operation]:
@@ -77,16 +88,17 @@ def with_waiting_activations(operations: Sequence[Operation], model: ModelSpec, 
         return 0 if alone else operation.micro_batch - first_of_group[operation.group]
 
     readers = [o for o in operations if o.kind in (Kind.RECOMPUTE, Kind.BACKWARD) and o.block in layers]
-    numbers = {reader.name: number for number, reader in enumerate(readers)}
-    let_go = _let_go(operations, layers)
+    num_saved_stages = _num_saved_stages(_saving_layers(model, policy))
+    stages = _stages(readers, num_saved_stages)
+    let_go = _let_go(operations, layers, policy.saved_passes)
     found: list[Operation] = []
     stored: set[str] = set()  # inputs that have left
     loaded = 0  # readers whose load has been issued
     read = saved_back = 0  # readers that have run, and stages that hold what a layer saved
     for operation in operations:
         changed = operation
-        if operation.name in numbers:
-            changed = _from_stages(operation, numbers[operation.name])
+        if operation.name in stages:
+            changed = _from_stages(operation, stages[operation.name])
             read += 1
             saved_back -= _saves(operation)
         if operation.name in let_go:
@@ -98,31 +110,29 @@ def with_waiting_activations(operations: Sequence[Operation], model: ModelSpec, 
         # Stages are free as their readers have run; in a later group an input has to leave first.
         while loaded < min(read + NUM_STAGES, len(readers)) and _hidden(readers[loaded]) in stored:
             reader = readers[loaded]
-            if saved_back + _saves(reader) > NUM_SAVED_STAGES:
+            if saved_back + _saves(reader) > num_saved_stages:
                 break
-            found.append(_load(reader, loaded, index(reader)))
+            found.append(_load(reader, stages[reader.name], index(reader)))
             loaded, saved_back = loaded + 1, saved_back + _saves(reader)
     return found
 
 
-def _let_go(operations: Sequence[Operation], layers: set[int]) -> dict[str, list[str]]:
+def _let_go(operations: Sequence[Operation], layers: set[int], saved_passes: int) -> dict[str, list[str]]:
     """What leaves from the device, by the pass that lets go of it once its copy has ended.
 
-    An input alone goes with the next pass. What a layer saves beside it takes the link for longer than that: it goes
-    with the next pass that saves what leaves, so that one layer's is leaving at a time, or before the loss.
+    An input alone goes with the next pass. What a layer saves beside it takes the link for longer than that, and has
+    `saved_passes`, but no more than there are before the loss, when memory is fullest.
     """
     passes = [o for o in operations if o.kind in _PASSES]
     found: dict[str, list[str]] = {}
-    latest = len(passes) - 1  # of the passes after the one that is looked at
+    before_loss = len(passes) - 1
     for position in range(len(passes) - 2, -1, -1):
-        operation, following = passes[position], passes[position + 1]
-        if following.kind is not Kind.FORWARD:
-            latest = position
-        elif following.block in layers and _saves(following):
-            latest = position + 1
+        operation = passes[position]
+        if passes[position + 1].kind is not Kind.FORWARD:
+            before_loss = position
         if operation.kind is Kind.FORWARD and operation.block in layers:
-            at = max(position + 1, latest) if _saves(operation) else position + 1
-            found.setdefault(passes[at].name, []).extend(_contents(operation))
+            last = min(position + saved_passes, before_loss) if _saves(operation) else position
+            found.setdefault(passes[max(position + 1, last)].name, []).extend(_contents(operation))
     return found
 
 
@@ -146,11 +156,24 @@ def _place(content: str, layer: int, index: int) -> str:
     return f"host.{'saved' if content.startswith('saved') else 'activation'}.{layer}.{index}"
 
 
-def _stage(content: str, number: int) -> str:
-    """Where the `number`-th of what comes back is read."""
-    if content.startswith("saved"):
-        return f"device.saved_stage.{number % NUM_SAVED_STAGES}"
+def _stage(number: int) -> str:
     return f"device.stage.{number % NUM_STAGES}"
+
+
+def _saved_stage(number: int) -> str:
+    return f"device.saved_stage.{number}"
+
+
+def _stages(readers: Sequence[Operation], num_saved_stages: int) -> dict[str, dict[str, str]]:
+    """For each reader, in order, where it finds what has waited: in the stages in turn."""
+    found: dict[str, dict[str, str]] = {}
+    saved = 0
+    for number, reader in enumerate(readers):
+        found[reader.name] = {_hidden(reader): _stage(number)}
+        for content in _contents(reader)[1:]:
+            found[reader.name][content] = _saved_stage(saved % num_saved_stages)
+            saved += 1
+    return found
 
 
 def _store(forward: Operation, index: int) -> Operation:
@@ -162,22 +185,18 @@ def _store(forward: Operation, index: int) -> Operation:
     )  # fmt: skip
 
 
-def _load(reader: Operation, number: int, index: int) -> Operation:
-    block, m, contents = reader.block, reader.micro_batch, _contents(reader)
+def _load(reader: Operation, stages: dict[str, str], index: int) -> Operation:
+    block, m = reader.block, reader.micro_batch
     return Operation(
         f"load_activation.{block}.{m}.{reader.kind}", Kind.LOAD_ACTIVATION, Resource.H2D, block, m, reader.group,
-        reader.level, reads=tuple(Access(_place(content, block, index), content) for content in contents),
-        writes=tuple(Access(_stage(content, number), content) for content in contents),
+        reader.level, reads=tuple(Access(_place(content, block, index), content) for content in stages),
+        writes=tuple(Access(stage, content) for content, stage in stages.items()),
     )  # fmt: skip
 
 
-def _from_stages(reader: Operation, number: int) -> Operation:
-    contents = _contents(reader)
+def _from_stages(reader: Operation, stages: dict[str, str]) -> Operation:
     return replace(
         reader,
-        reads=tuple(
-            Access(_stage(access.buffer, number), access.content) if access.buffer in contents else access
-            for access in reader.reads
-        ),
-        releases=tuple(name for name in reader.releases if name not in contents),
+        reads=tuple(Access(stages.get(access.buffer, access.buffer), access.content) for access in reader.reads),
+        releases=tuple(name for name in reader.releases if name not in stages),
     )

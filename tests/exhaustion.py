@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from planning_cases import Case
 
 from planner.base_policy import base_policy
-from planner.keeping import DEPTH_FIRST, ON_HOST, Keeping, allowed_levels, save_level
+from planner.coefficient_table import SPARE_BYTES
+from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, Keeping, allowed_levels, save_level
 from planner.outlines import Outline, outlines
 from planner.plan import Limits
 from simulator.activations import hidden_bytes
@@ -88,10 +89,32 @@ class Exhaustion:
         case = self.case
         return Pricing(case.model, case.workload, self._policy_of_levels({}), case.hardware, case.costs)
 
-    def _policy_of_levels(self, levels: dict[int, Keeping]) -> Policy:
-        return base_policy(self.case.model, self.case.workload, self.outline, levels=levels)
+    @property
+    def passes_of_saved(self) -> range:
+        """Numbers of passes that what is saved may have to leave; more than there are layers is no more."""
+        return range(1, self.case.model.num_layers + 1 if self.outline.saved_waits else 2)
 
-    def policy(self, layout: Layout, keepings: Sequence[Keeping]) -> Policy:
+    @cached_property
+    def saved_bytes(self) -> dict[Keeping, int]:
+        """Room on the host for what a layer saves: of the kind that saves most."""
+        found: dict[Keeping, int] = {}
+        for how, level in SAVED_ON_HOST.items():
+            if how in self.keepings:
+                saved = (Buffer("", Tier.DEVICE, Role.SAVED, 0, n, 0, False, level) for n in self.case.model.layers)
+                found[how] = SPARE_BYTES + max(map(self.pricing.size, saved))
+        return found
+
+    def _policy_of_levels(self, levels: dict[int, Keeping], **saved: Any) -> Policy:
+        return base_policy(self.case.model, self.case.workload, self.outline, levels=levels, **saved)
+
+    def copy_seconds(self, kind: Kind, block: int, keeping: Keeping, resource: Resource) -> float:
+        """Of what waits on the host of one micro-batch."""
+        case = self.case
+        policy = self._policy_of_levels(dict.fromkeys(case.model.layers, keeping), saved_bytes=self.saved_bytes)
+        pricing = Pricing(case.model, case.workload, policy, case.hardware, case.costs)
+        return pricing.price(Operation(kind.value, kind, resource, block, 0, 0, save_level(keeping))).seconds
+
+    def policy(self, layout: Layout, keepings: Sequence[Keeping], saved_passes: int = 1) -> Policy:
         """The policy; one way to keep for each layer."""
         model = self.case.model
         placed = list(zip(model.layers, layout.homes, strict=True))
@@ -107,6 +130,8 @@ class Exhaustion:
             streamed=streamed,
             by_link=frozenset(layer for layer, home in placed if home in STATES),
             levels=dict(zip(model.layers, keepings, strict=True)),
+            saved_bytes=self.saved_bytes,
+            saved_passes=saved_passes,
             prefetch_depth=layout.prefetch_depth,
             state_slots=layout.state_slots,
             state_pace=layout.state_pace,
@@ -139,8 +164,8 @@ class Exhaustion:
         passes = self.seconds(Kind.FORWARD, block, level) + self.seconds(Kind.BACKWARD, block, level)
         found = {Resource.COMPUTE: number * passes}
         if keeping in ON_HOST:
-            found[Resource.H2D] = number * self.seconds(Kind.LOAD_ACTIVATION, block, "input", Resource.H2D)
-            found[Resource.D2H] = number * self.seconds(Kind.STORE_ACTIVATION, block, "input", Resource.D2H)
+            found[Resource.H2D] = number * self.copy_seconds(Kind.LOAD_ACTIVATION, block, keeping, Resource.H2D)
+            found[Resource.D2H] = number * self.copy_seconds(Kind.STORE_ACTIVATION, block, keeping, Resource.D2H)
         return found
 
     @cached_property
@@ -178,7 +203,8 @@ class Exhaustion:
     def allowed(self) -> np.ndarray:
         """Which combinations of ways to keep there are: where checkpoints are sparse only kept inputs may wait.
 
-        In an outline with depth-first layers the topmost are, at least one and not all.
+        In an outline with depth-first layers the topmost are, at least one and not all; in one where saved activations
+        wait, those of at least one layer do.
         """
         if self.outline.depth_first:
             shape, layers = (len(self.keepings),) * self.case.model.num_layers, self.case.model.layers
@@ -188,6 +214,9 @@ class Exhaustion:
                 topmost = at[len(layers) - number :]
                 found[at] = 0 < number < len(layers) and all(self.keepings[index] in DEPTH_FIRST for index in topmost)
             return found
+        if self.outline.saved_waits:
+            saved = np.array([keeping in SAVED_ON_HOST for keeping in self.keepings])
+            return self._of_layers([saved for _ in self.case.model.layers])
         kept = set(self.case.model.backward_layers[:: self.outline.checkpoint_interval])
         waits = np.array([keeping in ON_HOST for keeping in self.keepings])
         return ~self._of_layers([waits if layer not in kept else waits & False for layer in self.case.model.layers])
@@ -284,7 +313,8 @@ def every_policy(case: Case) -> Iterator[Policy]:
         one = Exhaustion(case, outline)
         for layout in layouts(case):
             for at in np.argwhere(one.allowed):
-                yield one.policy(layout, [one.keepings[index] for index in at])
+                for saved_passes in one.passes_of_saved:
+                    yield one.policy(layout, [one.keepings[index] for index in at], saved_passes)
 
 
 def fastest_by_replay(case: Case, limits: Limits, policies: Iterable[Policy]) -> float:
@@ -312,7 +342,7 @@ def fastest(case: Case, limits: Limits, known_seconds: float = math.inf, homes: 
     waiting = []
     for outline in outlines(case.model, case.workload):
         one = Exhaustion(case, outline, homes)
-        num_policies += int(one.allowed.sum()) * sum(1 for _ in layouts(case, homes))
+        num_policies += int(one.allowed.sum()) * sum(1 for _ in layouts(case, homes)) * len(one.passes_of_saved)
         for _, layout, least, fits in one.candidates(limits):
             for at in np.argwhere(fits & (least < best)):
                 waiting.append((float(least[tuple(at)]), len(waiting), one, layout, tuple(at)))
@@ -320,11 +350,12 @@ def fastest(case: Case, limits: Limits, known_seconds: float = math.inf, homes: 
     for least_seconds, _, one, layout, at in waiting:
         if least_seconds >= best:
             break
-        policy = one.policy(layout, [one.keepings[index] for index in at])
-        figures = predict(case.model, case.workload, policy, case.hardware, case.costs).figures
-        num_replays += 1
-        if within(figures, limits) and figures.step_seconds < best:
-            best, winner = figures.step_seconds, policy
+        for saved_passes in one.passes_of_saved:
+            policy = one.policy(layout, [one.keepings[index] for index in at], saved_passes)
+            figures = predict(case.model, case.workload, policy, case.hardware, case.costs).figures
+            num_replays += 1
+            if within(figures, limits) and figures.step_seconds < best:
+                best, winner = figures.step_seconds, policy
     return Fastest(best if winner is not None else math.inf, winner, num_policies, num_replays)
 
 

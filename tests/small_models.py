@@ -60,7 +60,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
     """A model, a workload and a policy that check_policy accepts: any cut, clipping, format, homes, depth, interval.
 
     None, some or all of the layers are depth-first where every input is kept. What level `input` keeps waits on the
-    host in none, some or all of the layers.
+    host in none, some or all of the layers; what other levels save does in some.
     """
     draw = random.Random(seed)
     num_layers = draw.randint(1, 7)
@@ -97,10 +97,17 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
     depth_first = draw.choice((0, 0, some, some, num_layers)) if interval == 1 else 0
     if depth_first and draw.random() < 0.5:
         groups = (sum(groups),)
+    saved_waits = draw.choice((0.0, 0.0, 0.4))
+    activations = [
+        "host" if level != "input" and draw.random() < saved_waits else home
+        for level, home in zip(saves, activations, strict=True)
+    ]
     policy = Policy(
         micro_batch_rows=1,
         groups=groups,
         depth_first_layers=depth_first,
+        saved_bytes=(1000,) * num_layers if saved_waits else (),
+        saved_passes=draw.choice((1, 2, 4)) if saved_waits else 1,
         weight_homes=tuple(weights),
         prefetch_depth=depth,
         save_levels=tuple(saves),

@@ -237,19 +237,20 @@ def test_what_a_layer_saved_is_freed_and_comes_back_elsewhere_bit_for_bit(family
 
 def saving(model: ModelSpec, workload: Workload, groups: tuple[int, ...], layers: set[int], **choices: Any) -> Policy:
     """Everything is kept, and of some layers it waits on the host."""
-    policy = uniform_policy(model, workload, micro_batch_rows=1, groups=groups, saved_bytes=1000, **choices)
+    settings = {"saved_bytes": 1000, "saved_passes": 3, **choices}
+    policy = uniform_policy(model, workload, micro_batch_rows=1, groups=groups, **settings)
     homes = tuple("host" if layer in layers else "device" for layer in model.layers)
     return policy.model_copy(update={"activation_homes": homes})
 
 
-def test_what_a_layer_saves_has_left_by_the_next_one_s_turn_and_comes_back_after_that_one_s() -> None:
+def test_what_a_layer_saves_has_left_some_passes_later_and_comes_back_when_the_stage_is_free() -> None:
     model, workload = small_model(6), small_workload(2)
     program = build(model, workload, saving(model, workload, (1, 1), {1, 4, 6}))
     check(program)
     operations = {operation.name: operation for operation in program.steady}
     order = list(operations)
     for m in range(2):
-        # Layers 4 and 6 save what leaves next, and the loss follows upon layer 6.
+        # Three passes later; but the loss comes after two, or at once.
         for layer, passing in ((1, f"forward.4.{m}"), (4, f"forward.6.{m}"), (6, f"loss.{m}")):
             let_go = [o.name for o in operations.values() if f"saved.{layer}.{m}" in o.releases]
             assert let_go == [passing]
@@ -279,8 +280,8 @@ def test_copies_of_what_is_saved_cost_nothing_where_other_layers_lie_between() -
 
     alone = seconds(set(), 2.0)
     assert seconds({1, 4}, 2.0) == pytest.approx(alone)
-    # Side by side each pass waits for the copy before it.
-    assert seconds({1, 2}, 2.0) > alone
+    # Five passes before the loss are too few for three copies, and a pass between is too short for a way back.
+    assert seconds({1, 2, 3}, 2.0) > alone
     assert seconds({1, 4}, 2.0, groups=(3,)) > alone
 
 

@@ -1,10 +1,12 @@
 """The program against the replay: never above it in time or memory, whatever the policy, and not far below."""
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 from depth_first_cases import depth_first_case, depth_first_policy
 from planning_cases import Case, machine, random_case, random_policy, seven_billion, toy_model
+from saved_cases import saved_case, saved_policy
 
 from planner.contention import update_loss
 from planner.keeping import ON_HOST
@@ -36,9 +38,16 @@ def check_policy_against_replay(case: Case, policy: Policy) -> None:
     assert GB * formulation.memory.host_gb.value(values) <= figures.host_peak_bytes + 2
 
 
-def check_random_policies(prefix: str, number: int, *, depth_first: bool = False, **sizes: int) -> None:
+DRAWS: dict[str, tuple[Callable[..., Case], Callable[[Random, Case], Policy]]] = {
+    "any": (random_case, random_policy),
+    "depth-first": (depth_first_case, depth_first_policy),
+    "saved": (saved_case, saved_policy),
+}
+
+
+def check_random_policies(prefix: str, number: int, *, kind: str = "any", **sizes: int) -> None:
     """Cases and policies of `number` seeds."""
-    draw_case, draw_policy = (depth_first_case, depth_first_policy) if depth_first else (random_case, random_policy)
+    draw_case, draw_policy = DRAWS[kind]
     for seed in range(number):
         random = Random(f"{prefix}.{seed}")
         case = draw_case(random, **sizes)
@@ -52,13 +61,24 @@ def test_relaxation_and_memory_of_random_policies_are_below_their_replay(part: i
 
 @pytest.mark.parametrize("part", range(2))
 def test_relaxation_and_memory_of_depth_first_policies_are_below_their_replay(part: int) -> None:
-    check_random_policies(f"depth-first.{part}", 60, depth_first=True)
+    check_random_policies(f"depth-first.{part}", 60, kind="depth-first")
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_relaxation_and_memory_of_policies_with_saved_activations_on_the_host_are_below_their_replay(part: int) -> None:
+    check_random_policies(f"saved.{part}", 60, kind="saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_relaxation_and_memory_of_thousands_of_those_are_below_their_replay(part: int) -> None:
+    check_random_policies(f"slow.saved.{part}", 400, kind="saved", max_layers=8, max_rows=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_relaxation_and_memory_of_thousands_of_depth_first_policies_are_below_their_replay(part: int) -> None:
-    check_random_policies(f"slow.depth-first.{part}", 400, depth_first=True, max_layers=8, max_rows=6)
+    check_random_policies(f"slow.depth-first.{part}", 400, kind="depth-first", max_layers=8, max_rows=6)
 
 
 @pytest.mark.slow
@@ -78,7 +98,7 @@ def test_relaxation_is_below_the_replay_on_a_real_machine(seed: int) -> None:
         compiled=True,
     )
     model = seven_billion()
-    draw = random.choice([random_policy, depth_first_policy])
+    draw = random.choice([random_policy, depth_first_policy, saved_policy])
     policy = draw(random, Case(model, workload, machine(), None))  # type: ignore[arg-type]
     problem = Problem(model, workload, load_hardware("h200"), PLENTY)
     outline = Outline.of(policy)
@@ -90,8 +110,9 @@ def test_relaxation_is_below_the_replay_on_a_real_machine(seed: int) -> None:
 def test_optimum_is_below_every_policy_within_the_limits(seed: int) -> None:
     # The limits are exactly what a random policy takes, so it is a solution, and the optimum cannot be slower.
     random = Random(seed)
-    case = random_case(random) if seed % 4 else depth_first_case(random)
-    policy = random_policy(random, case) if seed % 4 else depth_first_policy(random, case)
+    draw_case, draw_policy = DRAWS[("depth-first", "any", "saved", "any")[seed % 4]]
+    case = draw_case(random)
+    policy = draw_policy(random, case)
     problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
     figures = problem.figures(policy)
     limits = Limits(device_memory_bytes=figures.device_peak_bytes, host_memory_bytes=figures.host_peak_bytes)
@@ -103,8 +124,8 @@ def test_optimum_is_below_every_policy_within_the_limits(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_memory_of_a_laid_out_solution_is_the_replay_s(seed: int) -> None:
-    # One kind of layer: the layout by transients is the best, and the program's memory is exact but for an input that
-    # may still be on its way to the host.
+    # One kind of layer: the layout by transients is the best, and the program's memory is exact but for what may still
+    # be on its way to the host: an input, or so much more that the program gives the least alone.
     random = Random(seed)
     case = random_case(random)
     while len(set(case.model.kind_of_block[1:-1])) > 1:
@@ -112,7 +133,7 @@ def test_memory_of_a_laid_out_solution_is_the_replay_s(seed: int) -> None:
     problem = Problem(case.model, case.workload, case.hardware, PLENTY, case.costs)
     for outline in outlines(case.model, case.workload):
         formulation = problem.formulation(outline)
-        draw = depth_first_policy if outline.depth_first else random_policy
+        draw = saved_policy if outline.saved_waits else depth_first_policy if outline.depth_first else random_policy
         decisions = policy_decisions(formulation.coefficients, draw(random, case))
         if {level for (_, level), count in decisions.levels.items() if count} - set(formulation.coefficients.levels):
             continue
@@ -122,7 +143,9 @@ def test_memory_of_a_laid_out_solution_is_the_replay_s(seed: int) -> None:
         if any(count for (_, level), count in decisions.levels.items() if level in ON_HOST):
             slack += (1 + ALLOCATOR_SLACK) * formulation.coefficients.hidden_bytes
         for policy in policies(formulation.coefficients, decisions):
-            assert expected - 2 <= problem.figures(policy).device_peak_bytes <= expected + slack
+            peak = problem.figures(policy).device_peak_bytes
+            assert expected - 2 <= peak
+            assert peak <= expected + slack or outline.saved_waits
 
 
 def test_every_save_level_of_a_compiled_workload_is_a_choice() -> None:

@@ -256,8 +256,8 @@ def test_what_cannot_be_built_is_not_predicted() -> None:
     policy = uniform_policy(model, workload, micro_batch_rows=1, groups=(2,))
     with pytest.raises(InputError, match="rows of a step"):
         predict(model, workload, policy.model_copy(update={"groups": (3,)}), toy_profile())
-    with pytest.raises(UnsupportedChoice, match="activation_homes"):
-        predict(model, workload, policy.model_copy(update={"activation_homes": ("host", "host")}), toy_profile())
+    with pytest.raises(UnsupportedChoice, match="mlp_chunk_tokens"):
+        predict(model, workload, policy.model_copy(update={"mlp_chunk_tokens": 64}), toy_profile())
     with pytest.raises(InputError, match="fp64"):
         predict(model, workload.model_copy(update={"precision": "fp64"}), policy, toy_profile())
 
