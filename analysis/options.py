@@ -175,7 +175,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ablate", metavar="NAME", nargs="+", default=[],
         help="also run without one means each: prefetch-depth-1, two-slabs, no-resident-weights, one-save-level, "
-        "host-optimizer, checkpoint-interval-1, no-depth-first, or all",
+        "host-optimizer, checkpoint-interval-1, no-depth-first, no-waiting-activations, or all",
     )  # fmt: skip
     parser.add_argument(
         "--warm-seconds", metavar="S", type=seconds, default=30.0, help="load before timing starts [%(default)s]"

@@ -56,7 +56,7 @@ class SavedTensors:
     def __init__(self, flat: Tensor, constants: Sequence[Tensor]) -> None:
         self._weights_start = flat.data_ptr()
         self._weights_end = self._weights_start + flat.numel() * flat.element_size()
-        self._dtype = flat.dtype
+        self._dtype, self._device = flat.dtype, flat.device
         self._constants = {constant.untyped_storage().data_ptr() for constant in constants}
         self._tensors: list[Tensor | InputView | PlaceView | None] = []
         self._bound: Tensor | None = None
@@ -106,7 +106,8 @@ class SavedTensors:
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
-            if storage.data_ptr() in self._constants:
+            # Attention's random state may be on the host as it is.
+            if storage.data_ptr() in self._constants or tensor.device != self._device:
                 continue
             if storage.data_ptr() not in starts:
                 end = used + storage.nbytes()

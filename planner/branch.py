@@ -210,8 +210,10 @@ class Search:
         decisions = self._decide(outline, formulation, keep_bound=not short)
         if decisions is not None:
             bound = max(formulation.mip.objective.value(formulation.evaluate(decisions)), self.bounds[outline])
-            # Until something fits, what was solved with less memory comes before neighbours of what did not fit.
-            self._push(Entry(outline, bound, decisions), -math.inf if short and self.best is None else None)
+            # Until something fits, what was solved with less memory comes before neighbours of what did not fit; and
+            # with saved activations on their way out, whose memory the program does not count, always.
+            first = short and (self.best is None or outline.saved_waits)
+            self._push(Entry(outline, bound, decisions), -math.inf if first else None)
 
     def _formulation(self, outline: Outline, budget: Budget | None = None) -> Formulation:
         """An outline's program with what the search is held to; within `budget`, or else all of the limits."""
