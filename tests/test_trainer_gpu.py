@@ -15,7 +15,7 @@ from executor.trainer import Trainer
 from simulator.freezing import freeze
 from simulator.model import model_spec
 from simulator.policy import Policy, SaveLevel, Workload, uniform_policy
-from simulator.program import Kind, Operation, Resource
+from simulator.program import Kind, Operation, Resource, Role
 from tests.freezing_cases import fitted
 from tests.tiny import (
     assert_same_bits,
@@ -222,6 +222,54 @@ def test_inputs_that_wait_on_the_host_leave_the_device(compiled: bool) -> None:
     assert at_loss["device"] - at_loss["host"] == pytest.approx((layers * ROWS - stages) * input_bytes, rel=0.05)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_saved_tensors_that_wait_on_the_host_leave_the_device(compiled: bool) -> None:
+    """At the loss none of what layers saved is there, but for the stages; and reserved memory settles."""
+    config, workload = gpu_config(), gpu_workload(gradient_format="bf16", compiled=compiled)
+    weights, (batch,) = random_weights(config, torch.float32), gpu_batches(1)
+    at_loss = {}
+    expected = 0
+    for title in ("all in HBM", "saved tensors wait on the host"):
+        policy = policies(config, workload, "keep")[title]
+        settings = {
+            "weight_homes": ("device",) * 6,
+            "optimizer_homes": ("device",) * 6,
+            "gradient_homes": ("device",) * 6,
+        }
+        trainer = make_trainer(config, workload, policy.model_copy(update=settings), weights, device="cuda")
+        original, allocated = trainer.operations.loss, []
+
+        def loss(
+            operation: Operation,
+            original: Callable[[Operation], None] = original,
+            allocated: list[int] = allocated,
+        ) -> None:
+            allocated.append(torch.cuda.memory_allocated())
+            original(operation)
+
+        trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}  # type: ignore[attr-defined]
+        for _ in range(5):
+            trainer.step(batch)
+        trainer.drain()
+        reserved = torch.cuda.memory_reserved()
+        at_loss[title] = allocated[-1]
+        for _ in range(20):
+            trainer.step(batch)
+        trainer.drain()
+        assert torch.cuda.memory_reserved() == reserved
+        if trainer.operations.saved_bytes:
+            buffers = trainer.program.buffers.values()
+            stages = sum(b.num_bytes for b in buffers if b.role in (Role.STAGE, Role.SAVED_STAGE))
+            inputs = trainer.model.num_layers * trainer.program.buffers["hidden.1.0"].num_bytes
+            expected = sum(trainer.operations.saved_bytes.values()) + inputs - stages
+        trainer.close()
+        del trainer, original, loss
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: the next trainer's are counted alone
+        torch.cuda.empty_cache()
+    assert at_loss["all in HBM"] - at_loss["saved tensors wait on the host"] == pytest.approx(expected, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("title", "waits"),
     [
@@ -230,12 +278,15 @@ def test_inputs_that_wait_on_the_host_leave_the_device(compiled: bool) -> None:
         ("every optimizer", False),
         ("depth-first, streamed", False),
         ("depth-first, streamed", True),
+        ("saved tensors wait on the host", False),
+        ("saved tensors wait, as far as there is room, depth-first", False),
     ],
 )
 def test_streams_with_random_sleeps_equal_inline_execution(title: str, waits: bool) -> None:
     config, workload = gpu_config(), gpu_workload(gradient_format="bf16")
     weights, batches = random_weights(config, torch.float32), gpu_batches(3)
-    policy = (waiting_policies(config, workload) if waits else policies(config, workload, "input"))[title]
+    level: SaveLevel = "keep" if title.startswith("saved") else "input"
+    policy = (waiting_policies(config, workload) if waits else policies(config, workload, level))[title]
     inline = make_trainer(config, workload, policy, weights, device="cuda")
     inline.runner.close()
     inline.runner = InlineRunner(inline.operations.functions(), inline.device, device_bytes=lambda: 0)
