@@ -24,7 +24,7 @@ from planner.greedy import greedy, promise
 from planner.layout import Way, policies, swaps, ways
 from planner.least_memory import TIERS, least_memory
 from planner.memory_rows import Budget
-from planner.neighbours import neighbours
+from planner.neighbours import gathered, neighbours
 from planner.outlines import Outline
 from planner.problem import Problem
 from planner.solve import solve
@@ -214,6 +214,16 @@ class Search:
             # with saved activations on their way out, whose memory the program does not count, always.
             first = short and (self.best is None or outline.saved_waits)
             self._push(Entry(outline, bound, decisions), -math.inf if first else None)
+            if outline.saved_waits:
+                self._push_gathered(outline, formulation, decisions)
+
+    def _push_gathered(self, outline: Outline, formulation: Formulation, decisions: Decisions) -> None:
+        """Queue, before all else, the tie of a solution that replays best."""
+        for other in gathered(formulation.coefficients, decisions):
+            values = formulation.evaluate(other)
+            if formulation.fits(values):
+                self._push(Entry(outline, formulation.mip.objective.value(values), other), -math.inf)
+                return
 
     def _formulation(self, outline: Outline, budget: Budget | None = None) -> Formulation:
         """An outline's program with what the search is held to; within `budget`, or else all of the limits."""

@@ -7,9 +7,11 @@ from itertools import permutations
 from typing import TypeVar
 
 from planner.coefficients import Coefficients
+from planner.keeping import SAVED_ON_HOST
 from planner.variables import MAX_SLOTS, MAX_STATE_SLOTS, Decisions, admissible
 
 Key = TypeVar("Key")
+GATHERED_SLOTS = 4  # more gained nothing
 
 
 def neighbours(c: Coefficients, decisions: Decisions, *, strides: tuple[int, ...] = (1,)) -> Iterator[Decisions]:
@@ -18,6 +20,23 @@ def neighbours(c: Coefficients, decisions: Decisions, *, strides: tuple[int, ...
         settled = admissible(c, move)
         if settled is move or settled.key() != decisions.key():
             yield settled
+
+
+def gathered(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
+    """The decisions with all that waits on the host at one save level; of more slots for streamed weights first.
+
+    To the program these are ties. To a replay they are not: saved activations of one size spread evenly, and each
+    that returns holds the link for the time of several layers' weights, which have to be there before.
+    """
+    levels = dict(decisions.levels)
+    for kind in c.kinds:
+        waiting = {how: levels.get((kind, how), 0) for how in SAVED_ON_HOST if how in c.levels}
+        most = max(waiting, key=lambda how: waiting[how], default=None)
+        if most is not None:
+            levels |= {(kind, how): 0 for how in waiting} | {(kind, most): sum(waiting.values())}
+    most_slots = min(GATHERED_SLOTS, c.model.num_layers)
+    for slots in range(max(decisions.slots, most_slots), decisions.slots - 1, -1) if decisions.slots else (0,):
+        yield admissible(c, replace(decisions, levels=levels, slots=slots))
 
 
 def _moves(c: Coefficients, decisions: Decisions, strides: tuple[int, ...]) -> Iterator[Decisions]:
