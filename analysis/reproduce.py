@@ -25,7 +25,7 @@ from simulator.megatrain_costs import (
     persistent_device_bytes,
 )
 from simulator.model import ModelSpec
-from simulator.predict import ALLOCATOR_SLACK
+from simulator.predict import allocator_slack_bytes
 from simulator.program import Kind, Program
 from simulator.replay import replay
 from simulator.timeline import Timeline
@@ -136,7 +136,7 @@ class Simulation:
         """Whether the device holds it: context, and what the allocator reserves beyond what passes."""
         persistent = persistent_device_bytes(self.order)
         passing = allocated_bytes(self.order, self.pricing) - persistent
-        needed = self.machine.context_bytes.value + persistent + (1 + ALLOCATOR_SLACK) * passing
+        needed = self.machine.context_bytes.value + persistent + passing + allocator_slack_bytes(passing)
         return needed <= self.machine.device.memory_bytes
 
     def with_rows(self, rows: int) -> "Simulation":

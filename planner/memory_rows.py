@@ -14,7 +14,7 @@ from planner.coefficients import Coefficients
 from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, Keeping
 from planner.mip import Linear, MixedIntegerProgram, total
 from planner.variables import Variables
-from simulator.predict import ALLOCATOR_SLACK
+from simulator.predict import ALLOCATOR_SLACK, MOST_ALLOCATOR_SLACK_BYTES
 
 GB = 1e9
 EXACT_FIT_BYTES = 64  # sums of floats may miss an exact fit by a few bytes; the replay has the last word
@@ -66,7 +66,8 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
         _add_passing(mip, c, variables, passing)
     else:
         _add_sparse_passing(mip, c, variables, passing)
-    device = persistent + (1 + ALLOCATOR_SLACK) * passing + budget.device_process_bytes / GB
+    slack = _add_slack(mip, c, passing)
+    device = persistent + passing + slack + budget.device_process_bytes / GB
     host = total(num_bytes / GB * count for num_bytes, count in host_share)
     host += (memory.host_fixed_bytes + budget.host_process_bytes) / GB
     group = max(c.outline.groups)
@@ -80,6 +81,33 @@ def add_memory(mip: MixedIntegerProgram, c: Coefficients, variables: Variables, 
     for title, used, limit in zip(MEMORY_LIMITS, (device, host), (budget.device_bytes, budget.host_bytes), strict=True):
         mip.at_most(title, used, (limit + EXACT_FIT_BYTES) / GB)
     return MemoryUse(device, host)
+
+
+def _add_slack(mip: MixedIntegerProgram, c: Coefficients, passing: Linear) -> Linear:
+    """What the allocator reserves beside what passes: a share of it, up to a limit that takes an indicator to say."""
+    most, limit = _most_passing_gb(c), MOST_ALLOCATOR_SLACK_BYTES / GB
+    knee = limit / ALLOCATOR_SLACK
+    if most <= knee:
+        return ALLOCATOR_SLACK * passing
+    slack, at_limit = mip.quantity("slack_gb"), mip.indicator("slack_at_limit")
+    mip.at_least("more passes than the slack grows with", at_limit, (passing - knee) * (1 / most))
+    mip.at_least("slack at its limit", slack, limit * at_limit)
+    mip.at_least("slack below its limit", slack, ALLOCATOR_SLACK * passing - ALLOCATOR_SLACK * (most - knee) * at_limit)
+    return slack
+
+
+def _most_passing_gb(c: Coefficients) -> float:
+    """More than passes through a step whatever is decided."""
+    group = max(c.outline.groups)
+    kept = sum(
+        len(layers) * max(c.passes((kind, how), group) * c.waiting_bytes((kind, how)) for how in c.levels)
+        for kind, layers in c.kinds.items()
+    )
+    inputs = (group + 2) * (c.model.num_layers + 1) * c.hidden_bytes + group * c.micro_batch_bytes
+    transients = [c.loss.transient_bytes, c.embed_backward.transient_bytes]
+    for cost in c.level_costs.values():
+        transients += [cost.forward_transient_bytes, cost.backward_transient_bytes]
+    return (kept + inputs + max(transients)) / GB
 
 
 def _add_saved_stage(mip: MixedIntegerProgram, c: Coefficients, variables: Variables) -> Linear:

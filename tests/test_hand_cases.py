@@ -231,7 +231,7 @@ def test_states_stream_where_the_host_is_slow_and_the_link_is_not() -> None:
     case = toy(link_gb_per_second=8, update_seconds=10)
     found = solved(case, limits(25.5 + 22 * S, 100))
     assert found.policy.optimizer_homes.count("streamed") >= 3
-    assert "host" not in found.policy.optimizer_homes
+    assert "host" not in found.policy.optimizer_homes[1:-1]
     assert set(found.policy.save_levels) == {"keep"}
     assert found.prediction.step_seconds == pytest.approx(12)
     assert found.bound.gap == pytest.approx(0, abs=1e-6)

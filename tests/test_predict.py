@@ -17,7 +17,15 @@ from simulator.machine import Device
 from simulator.model import ModelSpec, load_model_spec
 from simulator.placement import batch_bytes, place
 from simulator.policy import OptimizerHome, Policy, Workload, uniform_policy
-from simulator.predict import ALLOCATOR_SLACK, HOST_COMPILER_BYTES, StepFigures, predict, set_aside_bytes, transit_bytes
+from simulator.predict import (
+    ALLOCATOR_SLACK,
+    HOST_COMPILER_BYTES,
+    StepFigures,
+    allocator_slack_bytes,
+    predict,
+    set_aside_bytes,
+    transit_bytes,
+)
 from simulator.program import Role, Tier
 from simulator.units import GIB
 
@@ -173,6 +181,13 @@ def test_the_device_peak_by_hand(level: Any, transients: dict[str, int], alive: 
     assert found.timeline.peak_bytes["device"] == persistent + alive
     expected = toy_profile().context_bytes.value + persistent + alive * (1 + ALLOCATOR_SLACK)
     assert found.figures.device_peak_bytes == round(expected)
+
+
+def test_the_allocators_slack_is_a_share_of_what_passes_up_to_a_limit() -> None:
+    assert allocator_slack_bytes(0) == 0
+    assert allocator_slack_bytes(2_000_000_000) == 90_000_000
+    assert allocator_slack_bytes(20 * GIB) == round(0.9 * GIB)
+    assert allocator_slack_bytes(30 * GIB) == allocator_slack_bytes(110 * GIB) == GIB
 
 
 def test_the_host_peak_is_process_buffers_and_what_is_in_transit() -> None:
