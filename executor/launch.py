@@ -23,6 +23,7 @@ from simulator.errors import ConveyorError, InputError, OutOfMemory
 from simulator.freezing import freeze, frozen_patterns, unfrozen
 from simulator.hardware_check import check_capacity
 from simulator.model import ModelSpec
+from simulator.predict import device_process_bytes
 from simulator.probe import current_device, current_host
 from simulator.system import HostPeak
 from simulator.timeline import Timeline, largest_deviations
@@ -220,7 +221,7 @@ def _train(
 def _hold_to_limit(plan: Plan, device: torch.device) -> None:
     """Make the allocator refuse what the plan may not use, so that a wrong prediction fails here and not elsewhere."""
     total = torch.cuda.get_device_properties(device).total_memory
-    limit = plan.inputs.limits.device_memory_bytes - round(plan.hardware.context_bytes.value)
+    limit = plan.inputs.limits.device_memory_bytes - device_process_bytes(plan.hardware)
     if limit < total:
         torch.cuda.set_per_process_memory_fraction(max(limit, 1) / total, device)
 

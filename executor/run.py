@@ -89,7 +89,7 @@ class Run:
         self.config, self.model_config, self.model = config, model_config, model
         self.workload, self.policy, self.directory, self.device, self.say = workload, policy, directory, device, say
         self.host_peak = host_peak
-        self.context_bytes = _device_bytes_in_use(device)
+        self.context_bytes = _device_bytes_beside_allocator(device)
         self.retries = Retries(device)
         self.inputs = inputs or RunInputs(config, model, say=say)
         self.inputs.find_checkpoint()  # now that the directory is held
@@ -192,6 +192,7 @@ class Run:
                 clock = result.reported
                 if result.step == recorded:
                     self.timeline = trainer.timeline(seconds[-1])
+                    self.context_bytes = max(self.context_bytes, _device_bytes_beside_allocator(self.device))
                 lost = trainer.lost_seconds(seconds[-1])
                 self._log(result, seconds[-1], data_waits.pop(result.step), lost)
                 progress.show(result.step + 1, f"loss {result.loss:.4f}  {seconds[-1]:.3g} s a step")
@@ -345,10 +346,10 @@ class Run:
             self.trainer.close()
 
 
-def _device_bytes_in_use(device: torch.device) -> int:
-    """Bytes of the device that are taken before the first allocation: its context, and other processes."""
+def _device_bytes_beside_allocator(device: torch.device) -> int:
+    """Bytes of the device that its allocator does not know of: the context, kernels once loaded, other processes."""
     if device.type != "cuda":
         return 0
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total - free)
+    return int(total - free) - torch.cuda.memory_reserved(device)

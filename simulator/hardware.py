@@ -262,7 +262,7 @@ class HardwareProfile(Schema):
         yield NamedFigure("launch of one operation", "s", self.launch_seconds)
         yield NamedFigure("device memory before the first allocation", "bytes", self.context_bytes)
         if self.library_bytes is not None:
-            yield NamedFigure("device memory that libraries take", "bytes", self.library_bytes)
+            yield NamedFigure("device memory that kernels of libraries take", "bytes", self.library_bytes)
         yield NamedFigure("host memory of the bare process", "bytes", self.host_base_bytes)
         if self.disk.read_bytes_per_second is not None:
             yield NamedFigure("disk read", "bytes/s", self.disk.read_bytes_per_second)

@@ -230,9 +230,9 @@ def test_the_factors_of_datasheets_are_those_of_the_code() -> None:
 
 def test_the_allocators_slack_is_that_of_the_code() -> None:
     most = format_bytes(MOST_ALLOCATOR_SLACK_BYTES).replace(".0", "")
-    in_formula = f"{100 * ALLOCATOR_SLACK:.1f} % of (replayed peak - persistent), at most {most}"
+    in_formula = f"{100 * ALLOCATOR_SLACK:.0f} % of (replayed peak - persistent), at most {most}"
     assert in_formula in page_text("docs/architecture.md")
-    in_words = f"the allocator's slack ({100 * ALLOCATOR_SLACK:.1f} % of what passes, at most {most})"
+    in_words = f"the allocator's slack ({100 * ALLOCATOR_SLACK:.0f} % of what passes, at most {most})"
     assert in_words in page_text("docs/planner.md")
 
 

@@ -17,7 +17,7 @@ from simulator.errors import OutOfMemory
 from simulator.hardware import load_hardware
 from simulator.model import model_spec
 from simulator.policy import Workload, uniform_policy
-from simulator.predict import predict
+from simulator.predict import device_process_bytes, predict
 from simulator.probe import current_device, current_host
 from simulator.units import GIB, format_bytes
 
@@ -67,8 +67,7 @@ def persistent_bytes() -> int:
     ("place", "share"), [("allocating the training state", 0.5), ("launching operation forward.", 2.0)]
 )
 def test_a_device_that_is_too_small_is_explained(tmp_path: Path, place: str, share: float) -> None:
-    context = round(load_hardware("h200").context_bytes.value)
-    found = planned(context + round(share * persistent_bytes()))
+    found = planned(device_process_bytes(load_hardware("h200")) + round(share * persistent_bytes()))
     assert found.prediction.device_peak_bytes > found.inputs.limits.device_memory_bytes
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = TrainConfig.model_validate(
