@@ -324,6 +324,7 @@ def release_device() -> None:
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # pinned memory in which the compiler tried kernels
         torch.cuda.reset_peak_memory_stats()
 
 

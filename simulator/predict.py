@@ -191,12 +191,13 @@ def set_aside_bytes(model: ModelSpec, workload: Workload, policy: Policy) -> int
 
     Before a kernel that overwrites its argument is tried, torch's compiler copies the argument: on the device if less
     is allocated there than has been before, else into pinned memory, in a power of two. The widest such argument is the
-    MLP's; what has been allocated before is at least a chunk of the head's logits. Measured on an H200 with 65,536
-    tokens of the 7B's layers: 4.0 GiB for 2.3; none with 24,576 tokens and fewer.
+    MLP's; what has been allocated before is at least a chunk of the head's logits, of which the backward holds some
+    again. Measured on an H200 with 65,536 tokens of the 7B's layers: 4.0 GiB for 2.3; with 32,768 tokens 2.0; none with
+    24,576 tokens (three quarters of a chunk) and fewer.
     """
     width = PRECISIONS[workload.precision].weight
     argument = policy.micro_batch_rows * workload.sequence_length * model.intermediate_size * width
-    if argument <= policy.head_chunk_tokens * model.vocab_size * width:
+    if argument <= 0.75 * policy.head_chunk_tokens * model.vocab_size * width:
         return 0
     return 1 << (argument - 1).bit_length()
 
