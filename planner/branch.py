@@ -32,8 +32,8 @@ from planner.variables import Decisions, policy_decisions
 from simulator.policy import Policy
 from simulator.predict import StepFigures
 
-# Operations of all replays that only improve on what was found: about a second on one core.
-IMPROVEMENT_OPERATIONS = 8_000
+# Operations of all replays that only improve on what was found, in each stage: about half a second on one core.
+IMPROVEMENT_OPERATIONS = 6_000
 # Without a solver every outline costs a walk, so only the likeliest are tried.
 GREEDY_OUTLINES = 16
 LIKELY_OUTLINES = 32

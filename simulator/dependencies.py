@@ -77,15 +77,14 @@ class _Steps:
         previous = self.last_on[own]
         clock = clocks[previous].copy() if previous >= 0 else [-1] * len(COLUMNS)
         clock[own] = previous
-        conflicts = set()
-        for access in operation.reads:
-            conflicts.add(writer.get(access.buffer, -1))
-        for access in operation.writes:
-            conflicts.add(writer.get(access.buffer, -1))
-            conflicts.update(readers.get(access.buffer, {}).values())
-        for buffer in operation.releases:  # its memory is another's from here on
+        read = [access.buffer for access in operation.reads]
+        # What is released is another's memory from here on.
+        written = [access.buffer for access in operation.writes] + list(operation.releases)
+        conflicts = {writer.get(buffer, -1) for buffer in read}
+        for buffer in written:
             conflicts.add(writer.get(buffer, -1))
-            conflicts.update(readers.get(buffer, {}).values())
+            if buffer in readers:
+                conflicts.update(readers[buffer].values())
         conflicts.discard(-1)
 
         needed = []
@@ -93,15 +92,15 @@ class _Steps:
             if clock[column[conflict]] >= conflict:
                 continue
             needed.append(conflict)
-            clock = [a if a > b else b for a, b in zip(clock, clocks[conflict], strict=True)]
+            clock = list(map(max, clock, clocks[conflict]))
             clock[column[conflict]] = max(clock[column[conflict]], conflict)
         self.names.append(operation.name)
         column.append(own)
         clocks.append(clock)
         self.last_on[own] = position
-        for access in operation.reads:
-            readers.setdefault(access.buffer, {})[own] = position
-        for buffer in (*(access.buffer for access in operation.writes), *operation.releases):
+        for buffer in read:
+            readers.setdefault(buffer, {})[own] = position
+        for buffer in written:
             writer[buffer] = position
-            readers[buffer] = {}
+            readers.pop(buffer, None)
         return needed

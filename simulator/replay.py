@@ -134,6 +134,8 @@ class _Run:
         running: dict[Resource, int] = {}
         free_since = dict.fromkeys(self.queues, 0.0)
         released_by: dict[int, str] = {}
+        # Layers are alike: the same prices run beside each other again and again, at the same rates.
+        known_rates: dict[tuple[int, ...], dict[Resource, float]] = {}
         left = len(self.tasks)
         while left:
             for resource, queue in self.queues.items():
@@ -147,7 +149,10 @@ class _Run:
                         task.cause = released_by.get(position, "")
                     running[resource] = position
                     next_in_queue[resource] += 1
-            rates = self._rates(running)
+            key = tuple(id(self.tasks[running[r]].price) if r in running else 0 for r in self.queues)
+            rates = known_rates.get(key)
+            if rates is None:
+                rates = known_rates[key] = self._rates(running)
             elapsed = min(self.tasks[p].remaining / rates[r] for r, p in running.items())
             now += elapsed
             for resource, position in list(running.items()):
