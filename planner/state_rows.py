@@ -22,12 +22,14 @@ def add_later_states(
     before: float = 0.0,
     after: float = 0.0,
     weights: Linear = NOTHING,
+    leaving: Linear = NOTHING,
     moved_bytes: Linear = NOTHING,
 ) -> None:
     """Bound the seconds of `piece` from below.
 
-    `before` and `after`: compute ahead of its first and behind its last update. What else it has: `weights`, seconds of
-    loads from the host, and `moved_bytes` of host DRAM by these and the host's updates.
+    `before` and `after`: compute ahead of its first and behind its last update. What else it has: `weights` and
+    `leaving`, seconds of loads from the host and of stores to it, and `moved_bytes` of host DRAM by these and the
+    host's updates.
     """
     layers = [c.block_costs[blocks[0]] for blocks in c.trained_kinds.values()]
     if not layers:
@@ -39,8 +41,9 @@ def add_later_states(
     loads, stores = load.seconds * v.later_states, store.seconds * v.later_states
     mip.at_least(f"{title}: later states come", piece, loads + store.seconds * v.any_later_state + ends)
     mip.at_least(f"{title}: states leave for later ones", piece, stores + load.seconds * v.any_later_state + ends)
-    mip.at_least(f"{title}: loads beside leaving states", piece, weights + loads + both * stores)
-    mip.at_least(f"{title}: leaving states beside loads", piece, stores + both * (weights + loads))
+    coming, going = weights + loads, leaving + stores
+    mip.at_least(f"{title}: loads beside what leaves", piece, coming + both * going)
+    mip.at_least(f"{title}: what leaves beside loads", piece, going + both * coming)
     moved = moved_bytes + (load.dram_bytes + store.dram_bytes) * v.later_states
     mip.at_least(f"{title}: DRAM with later states", piece, moved * (1 / c.sharing.dram_bytes_per_second))
 

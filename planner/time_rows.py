@@ -184,10 +184,15 @@ class _TimeRows:
             # The weights of host-updated layers come in this piece too, each after its update.
             weights = self._layers_sum(lambda costs: costs.load.seconds)
             moved = self.work.host_sum(lambda costs: costs.update_host.dram_bytes + costs.load.dram_bytes)
+            # And all but the last of what leaves to wait goes.
+            leaving = self.work.leaving(group, lambda price: price.seconds) - self._longest(self.c.stores)
+            moved += self.work.leaving(group, lambda price: price.dram_bytes)
+            moved -= max((c.stores[how].dram_bytes for how in c.levels if how in ON_HOST), default=0.0)
             after = c.losses(group) * min(self._seconds("forward"))
             add_later_states(
-                mip, c, self.variables, first, "first forward", after=after, weights=weights, moved_bytes=moved
-            )
+                mip, c, self.variables, first, "first forward", after=after, weights=weights, leaving=leaving,
+                moved_bytes=moved,
+            )  # fmt: skip
         return first
 
     def _last_backward(self) -> Linear:
