@@ -73,6 +73,16 @@ def test_a_peak_that_was_predicted_too_low_once_misses_its_aim() -> None:
     assert row(table, predictions="held out", figure="device peak")["met"] == "no"  # 3 % of 2 %, never too low
 
 
+def test_the_last_attempts_of_cases_that_were_tried_again_stand_beside_all() -> None:
+    table = summary(attempts([*RUNS, run("b", error=0.01), run("c", device=-0.01)]))
+    assert row(table, predictions="held out", figure="step time")["runs"] == "5"
+    last = row(table, predictions="held out, last of each case", figure="step time")
+    assert (last["runs"], last["worst error"], last["met"]) == ("3", "+2.0 % (run 1)", "yes")
+    assert row(table, predictions="held out, last of each case", figure="host peak")["too low"] == "0"
+    assert row(table, predictions="held out, last of each case", figure="device peak")["too low"] == "1"
+    assert not summary(attempts(RUNS))["predictions"].str.contains("last").any()
+
+
 def test_every_attempt_stands_in_its_table_with_its_outcome() -> None:
     table = every_attempt(attempts(RUNS))
     assert list(table["#"]) == ["1", "2", "3", "4", "5"]

@@ -208,7 +208,7 @@ def test_large_tensors_are_on_their_way_in_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    # A layer's widest argument has 18,944 x 2 bytes a token, three quarters of a chunk of 4,096 tokens' logits 0.87 GiB.
+    # A layer's widest argument has 18,944 x 2 bytes a token; three quarters of 4,096 tokens' logits are 0.87 GiB.
     [(8, 0), (16, 0), (24, 0), (32, 2 * 2**30), (64, 4 * 2**30), (128, 8 * 2**30)],
 )
 def test_the_compiler_sets_large_arguments_aside_on_the_host(rows: int, expected: int) -> None:
