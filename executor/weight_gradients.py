@@ -66,34 +66,37 @@ _LIBRARY.define("weight_gradient(Tensor left, Tensor right, int index) -> Tensor
 _LIBRARY.impl("weight_gradient", SUMS.take, "CompositeExplicitAutograd")
 torch.library.register_fake("conveyor::weight_gradient", _shape_only, lib=_LIBRARY)
 
-_WEIGHT = re.compile(r"\['weights'\]\[(\d+)\]$")
+_ARGUMENT = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?$")
 
 
-def weight_indices(graph: fx.GraphModule) -> list[int | None]:
-    """For each input of a captured layer: which of the layer's `weights` it is, None for other inputs."""
-    indices: list[int | None] = []
+def layer_arguments(graph: fx.GraphModule) -> list[tuple[str, int] | None]:
+    """For each input of a captured layer: the layer's argument that it is, and its index there; None for others."""
+    arguments: list[tuple[str, int] | None] = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             argument = node.meta.get("grapharg")
-            found = _WEIGHT.search(argument.source.name) if argument is not None and argument.source else None
-            indices.append(int(found[1]) if found else None)
-    return indices
+            found = _ARGUMENT.search(argument.source.name) if argument is not None and argument.source else None
+            arguments.append((found[1], int(found[2] or 0)) if found else None)
+    return arguments
 
 
-def add_in_product(backward: fx.GraphModule, indices: Sequence[int | None]) -> None:
+def add_in_product(backward: fx.GraphModule, arguments: Sequence[tuple[str, int] | None]) -> None:
     """Let the products that `backward` returns as gradients of weights be formed by `weight_gradient`.
 
-    `indices` are those of the forward's inputs, to which the backward's outputs belong one by one. Gradients that are
-    no plain product (of norms, biases) stay as they are.
+    `arguments` are those of the forward's inputs, to which the backward's outputs belong one by one. Gradients that
+    are no plain product (of norms, biases) stay as they are.
     """
     (output,) = (node for node in backward.graph.nodes if node.op == "output")
     (gradients,) = output.args
-    assert len(gradients) == len(indices), "a backward returns one gradient, or None, for each input of the forward"
-    for node, index in zip(gradients, indices, strict=True):
-        if index is None or node is None or node.target is not torch.ops.aten.mm.default or len(node.users) > 1:
+    assert len(gradients) == len(arguments), "a backward returns one gradient, or None, for each input of the forward"
+    for node, argument in zip(gradients, arguments, strict=True):
+        if argument is None or argument[0] != "weights":
+            continue
+        if node is None or node.target is not torch.ops.aten.mm.default or len(node.users) > 1:
             continue
         with backward.graph.inserting_before(node):
-            product = backward.graph.call_function(torch.ops.conveyor.weight_gradient.default, (*node.args, index))
+            inputs = (*node.args, argument[1])
+            product = backward.graph.call_function(torch.ops.conveyor.weight_gradient.default, inputs)
         product.meta.update(node.meta)
         node.replace_all_uses_with(product)
         backward.graph.erase_node(node)
