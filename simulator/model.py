@@ -7,6 +7,7 @@ the head (final norm and, unless tied, the output projection).
 import math
 import textwrap
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -37,9 +38,14 @@ class TensorSpec(Schema):
     # tensors are what they were before there was freezing.
     frozen: bool = pydantic.Field(default=False, exclude_if=lambda frozen: not frozen)
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Elements from one index to the next, in each dimension: the tensor lies row by row."""
+        return tuple(math.prod(self.shape[dimension + 1 :]) for dimension in range(len(self.shape)))
 
 
 class BlockSpec(Schema):
@@ -58,16 +64,16 @@ class BlockSpec(Schema):
     # Nothing in it or below it is trained, so no gradient passes through it.
     forward_only: bool = pydantic.Field(default=False, exclude_if=lambda forward_only: not forward_only)
 
-    @property
+    @cached_property
     def trained(self) -> bool:
         """Whether any of its tensors is: else the block has neither gradient nor optimizer state."""
         return not all(tensor.frozen for tensor in self.tensors)
 
-    @property
+    @cached_property
     def num_trained_parameters(self) -> int:
         return sum(tensor.num_elements for tensor in self.tensors if not tensor.frozen)
 
-    @property
+    @cached_property
     def trained_ranges(self) -> tuple[tuple[int, int], ...]:
         """Ranges of elements, padding behind each tensor included, that updates cover: none reaches a frozen tensor."""
         ranges: list[tuple[int, int]] = []
@@ -80,21 +86,21 @@ class BlockSpec(Schema):
             ranges.append((begin, end))
         return tuple(ranges)
 
-    @property
+    @cached_property
     def num_trained_elements(self) -> int:
         """Elements that updates cover, padding included."""
         return sum(end - begin for begin, end in self.trained_ranges)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(tensor.num_elements for tensor in self.tensors)
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Elements with alignment padding: what a plane of the block holds."""
         return _aligned(max(tensor.offset + tensor.num_elements for tensor in self.tensors))
 
-    @property
+    @cached_property
     def num_matrix_elements(self) -> int:
         """The block's leading elements that belong to matrices: the part that weight decay applies to."""
         ends = [tensor.offset + tensor.num_elements for tensor in self.tensors if len(tensor.shape) > 1]
