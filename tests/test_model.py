@@ -325,3 +325,18 @@ def test_a_spec_that_contradicts_itself_is_refused(tmp_path: Path, edit: Any, re
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     with pytest.raises(InputError, match=reason):
         ModelSpec.load(tmp_path / "spec.json")
+
+
+def test_what_a_spec_has_computed_stays_behind_when_it_is_copied_with_other_values() -> None:
+    block = model_spec(config()).block(1)
+    sizes = (block.num_elements, block.num_matrix_elements, block.trained_ranges)
+    assert all(tensor.stride == torch.empty(tensor.shape, device="meta").stride() for tensor in block.tensors)
+    first = block.tensors[0].model_copy(update={"shape": (3, 5, 7)})
+    assert (first.num_elements, first.stride) == (105, (35, 7, 1))
+    cut = block.model_copy(update={"tensors": (first,)})
+    assert (cut.num_elements, cut.num_matrix_elements, cut.trained_ranges) == (128, 128, ((0, 128),))
+    frozen = block.model_copy(update={"tensors": (first.model_copy(update={"frozen": True}),)})
+    assert not frozen.trained
+    assert frozen.trained_ranges == ()
+    assert (block.num_elements, block.num_matrix_elements, block.trained_ranges) == sizes
+    assert block == model_spec(config()).block(1)
