@@ -50,7 +50,7 @@ class Sums:
             total.copy_(left @ right)
         else:
             total.add_(left @ right)
-        return left.new_empty(total.shape)
+        return torch.empty_like(total, dtype=left.dtype)
 
 
 SUMS = Sums()

@@ -103,6 +103,13 @@ def test_a_compiled_layer_follows_its_weights_and_keeps_what_its_level_says():
     ):
         templates.forward(1, flat, torch.cat([hidden, hidden]), "input")
 
+    # What has run once goes by torch.compile: the same bits where that has forgotten all, and nothing compiled anew.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    again, _ = _run(templates, flat, hidden, grad_output, "input")
+    assert _all_equal(again, actual)
+    assert not torch._dynamo.utils.counters["stats"]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
