@@ -7,7 +7,7 @@ shape and in whichever thread meets it first; set around the call it would be lo
 
 What the backend has compiled is called directly from the second call on. torch.compile would check before every call
 that a layer's module, its globals and torch's modes are what they were, which takes the launching thread a quarter of a
-layer's forward; here nothing but the shapes of what comes in can differ.
+layer's forward; here nothing but the shapes of what comes in and the wish for gradients can differ.
 """
 
 import itertools
@@ -44,7 +44,8 @@ def compile_layer(function: Callable[..., Tensor], *, budget: float, name: str) 
     )
 
     def call(hidden: Tensor, context: tuple[Tensor, ...], *weights: Tensor) -> Tensor:
-        key = (hidden.requires_grad, hidden.shape, hidden.stride(), *(tensor.shape for tensor in context))
+        gradients = torch.is_grad_enabled(), hidden.requires_grad, *(weight.requires_grad for weight in weights)
+        key = (gradients, hidden.shape, hidden.stride(), *(tensor.shape for tensor in context))
         if key in known:
             return known[key](hidden, context, weights)
         graphs.clear()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import random_blocks, tiny_config
 
+from executor.compiled import compile_layer
 from executor.layer import LayerTemplates
 from simulator.errors import ConveyorError
 from simulator.model import model_spec
@@ -109,6 +110,21 @@ def test_a_compiled_layer_follows_its_weights_and_keeps_what_its_level_says():
     again, _ = _run(templates, flat, hidden, grad_output, "input")
     assert _all_equal(again, actual)
     assert not torch._dynamo.utils.counters["stats"]
+
+
+def test_a_compiled_layer_that_ran_without_gradients_has_them_afterwards():
+    layer = compile_layer(lambda hidden, context, *weights: hidden @ weights[0] + context[0], budget=1.0, name="layer")
+    hidden, weight, shift = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4)
+    with torch.no_grad():
+        plain = [layer(hidden, (shift,), weight) for _ in range(2)]
+    weight.requires_grad_()
+    with torch.no_grad():
+        plain += [layer(hidden, (shift,), weight) for _ in range(2)]
+    trained = [layer(hidden, (shift,), weight) for _ in range(2)]
+    assert [output.requires_grad for output in (*plain, *trained)] == [False] * 4 + [True] * 2
+    for output in trained:
+        (gradient,) = torch.autograd.grad(output.sum(), weight)
+        torch.testing.assert_close(gradient, hidden.sum(dim=0)[:, None].expand(4, 4))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from executor.trainer import Trainer
 from simulator.freezing import freeze
 from simulator.model import model_spec
 from simulator.policy import Policy, SaveLevel, Workload, uniform_policy
-from simulator.program import Kind, Operation, Resource, Role
+from simulator.program import Kind, Operation, Resource, Role, StepProgram
 from tests.freezing_cases import fitted
 from tests.tiny import (
     assert_same_bits,
@@ -180,99 +180,69 @@ def test_inputs_that_wait_on_the_host_give_the_same_bits(compiled: bool, gradien
         )
 
 
+def allocated_at_loss(
+    config: dict[str, Any], workload: Workload, policy: Policy, weights: dict[str, torch.Tensor], batch: Batch
+) -> tuple[int, StepProgram, dict[str, int]]:
+    """Bytes on the device when the last loss is launched, the program, and what of its places on the host is used.
+
+    Reserved memory has settled by then.
+    """
+    gc.collect()  # trainers of before
+    torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: this trainer's are counted alone
+    torch.cuda.empty_cache()
+    trainer = make_trainer(config, workload, policy, weights, device="cuda")
+    original, allocated = trainer.operations.loss, []
+
+    def loss(operation: Operation) -> None:
+        allocated.append(torch.cuda.memory_allocated())
+        original(operation)
+
+    trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}  # type: ignore[attr-defined]
+    for _ in range(5):
+        trainer.step(batch)
+    trainer.drain()
+    reserved = torch.cuda.memory_reserved()
+    at_loss = allocated[-1]  # the last micro-batch's: all that leaves has left
+    for _ in range(20):
+        trainer.step(batch)
+    trainer.drain()
+    assert torch.cuda.memory_reserved() == reserved
+    trainer.close()
+    return at_loss, trainer.program, trainer.operations.saved_bytes
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_inputs_that_wait_on_the_host_leave_the_device(compiled: bool) -> None:
-    """At the loss each layer that waits holds none of its inputs, and reserved memory settles."""
+    """At the loss each layer that waits holds none of its inputs."""
     config, workload = gpu_config(), gpu_workload(gradient_format="bf16", compiled=compiled)
     weights, (batch,) = random_weights(config, torch.float32), gpu_batches(1)
-    at_loss = {}
-    for title, policy in (
-        ("device", policies(config, workload, "input")["one group"]),
-        ("host", waiting_policies(config, workload)["one group"]),
-    ):
-        trainer = make_trainer(config, workload, policy, weights, device="cuda")
-        original, allocated = trainer.operations.loss, []
-
-        def loss(
-            operation: Operation,
-            original: Callable[[Operation], None] = original,
-            allocated: list[int] = allocated,
-        ) -> None:
-            allocated.append(torch.cuda.memory_allocated())
-            original(operation)
-
-        kind = next(kind for kind in trainer.operations.functions() if kind == "loss")
-        trainer.runner.functions = {**trainer.operations.functions(), kind: loss}  # type: ignore[attr-defined]
-        for _ in range(5):
-            trainer.step(batch)
-        trainer.drain()
-        reserved = torch.cuda.memory_reserved()
-        at_loss[title] = allocated[-1]  # the last micro-batch's: all that leaves has left
-        for _ in range(20):
-            trainer.step(batch)
-        trainer.drain()
-        assert torch.cuda.memory_reserved() == reserved
-        layers, stages = model_spec(config).num_layers, 2
-        input_bytes = trainer.program.buffers["hidden.1.0"].num_bytes
-        trainer.close()
-        del trainer, original, loss
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: the next trainer's are counted alone
-        torch.cuda.empty_cache()
-    assert at_loss["device"] - at_loss["host"] == pytest.approx((layers * ROWS - stages) * input_bytes, rel=0.05)
+    kept = policies(config, workload, "input")["one group"]
+    waiting = waiting_policies(config, workload)["one group"]
+    on_device, _, _ = allocated_at_loss(config, workload, kept, weights, batch)
+    on_host, program, _ = allocated_at_loss(config, workload, waiting, weights, batch)
+    layers, stages = model_spec(config).num_layers, 2
+    expected = (layers * ROWS - stages) * program.buffers["hidden.1.0"].num_bytes
+    assert on_device - on_host == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_saved_tensors_that_wait_on_the_host_leave_the_device(compiled: bool) -> None:
-    """At the loss nothing that layers saved is there but what the loss releases; and reserved memory settles."""
+    """At the loss nothing that layers saved is there but what the loss releases."""
     config, workload = gpu_config(), gpu_workload(gradient_format="bf16", compiled=compiled)
     weights, (batch,) = random_weights(config, torch.float32), gpu_batches(1)
-    at_loss = {}
-    leaves = stages = 0
-    for title in ("all in HBM", "saved tensors wait on the host"):
-        policy = policies(config, workload, "keep")[title]
-        settings = {
-            "weight_homes": ("device",) * 6,
-            "optimizer_homes": ("device",) * 6,
-            "gradient_homes": ("device",) * 6,
-        }
-        trainer = make_trainer(config, workload, policy.model_copy(update=settings), weights, device="cuda")
-        original, allocated = trainer.operations.loss, []
-
-        def loss(
-            operation: Operation,
-            original: Callable[[Operation], None] = original,
-            allocated: list[int] = allocated,
-        ) -> None:
-            allocated.append(torch.cuda.memory_allocated())
-            original(operation)
-
-        trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}  # type: ignore[attr-defined]
-        for _ in range(5):
-            trainer.step(batch)
-        trainer.drain()
-        reserved = torch.cuda.memory_reserved()
-        at_loss[title] = allocated[-1]
-        for _ in range(20):
-            trainer.step(batch)
-        trainer.drain()
-        assert torch.cuda.memory_reserved() == reserved
-        if trainer.operations.saved_bytes:
-            buffers = trainer.program.buffers
-            stages = sum(b.num_bytes for b in buffers.values() if b.role in (Role.STAGE, Role.SAVED_STAGE))
-            # The last layer's are on their way out until the loss has been launched.
-            released = next(op.releases for op in trainer.program.steady if op.kind is Kind.LOSS)
-            for layer in range(1, trainer.model.num_layers + 1):
-                if f"saved.{layer}.0" not in released:
-                    leaves += trainer.operations.saved_bytes[f"host.saved.{layer}.0"]
-                    leaves += buffers[f"hidden.{layer}.0"].num_bytes
-        trainer.close()
-        del trainer, original, loss
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: the next trainer's are counted alone
-        torch.cuda.empty_cache()
-    gained = at_loss["all in HBM"] - at_loss["saved tensors wait on the host"]
-    assert gained == pytest.approx(leaves - stages, abs=0.05 * leaves)
+    homes = ("weight_homes", "optimizer_homes", "gradient_homes")
+    kept, waiting = (
+        policies(config, workload, "keep")[title].model_copy(update=dict.fromkeys(homes, ("device",) * 6))
+        for title in ("all in HBM", "saved tensors wait on the host")
+    )
+    on_device, _, _ = allocated_at_loss(config, workload, kept, weights, batch)
+    on_host, program, used = allocated_at_loss(config, workload, waiting, weights, batch)
+    stages = sum(b.num_bytes for b in program.buffers.values() if b.role in (Role.STAGE, Role.SAVED_STAGE))
+    # The last layer's are on their way out until the loss has been launched.
+    released = next(operation.releases for operation in program.steady if operation.kind is Kind.LOSS)
+    leave = [layer for layer in range(1, model_spec(config).num_layers + 1) if f"saved.{layer}.0" not in released]
+    leaves = sum(used[f"host.saved.{layer}.0"] + program.buffers[f"hidden.{layer}.0"].num_bytes for layer in leave)
+    assert on_device - on_host == pytest.approx(leaves - stages, abs=0.05 * leaves)
 
 
 @pytest.mark.parametrize(
