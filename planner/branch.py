@@ -117,8 +117,9 @@ class Search:
             self._reopen(plain, plain)
             self._branch()
             for last in (depth_first, saved_waits):
-                self._reopen(last, last)
-                self._branch()
+                for self.states in (False, True):
+                    self._reopen(last, last)
+                    self._branch()
             if self.best is None and self.restrict is None:
                 self._rescue()
             self._swap()
