@@ -83,7 +83,7 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT
         by_link=frozenset(by_link),
         levels=_levels(c, decisions),
         saved_bytes=c.saved_bytes,
-        saved_passes=_saved_passes(c, decisions),
+        leaving_passes=_leaving_passes(c, decisions),
         prefetch_depth=max(1, decisions.slots - 1),
         state_slots=decisions.state_slots,
         state_pace=way.pace if way.pace and by_link else _state_pace(c, len(by_link) - decisions.state_slots),
@@ -139,11 +139,23 @@ def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:
     return found if len(c.kinds) == 1 else _with_lower_peak(c, found)
 
 
-def _saved_passes(c: Coefficients, decisions: Decisions) -> int:
-    """How many forwards the copy of what a layer saves takes, and one that waits for it."""
-    stores = [c.stores[how].seconds for (_, how), count in decisions.levels.items() if count and how in SAVED_ON_HOST]
+def _leaving_passes(c: Coefficients, decisions: Decisions) -> int:
+    """How many forwards the copy of what waits has.
+
+    Of an input one, which holds least memory, but where it may stand behind a state; of what a layer saves as many as
+    it takes, and one that waits for it.
+    """
+    waiting = {how for (_, how), count in decisions.levels.items() if count and how in ON_HOST}
+    saved = waiting & SAVED_ON_HOST.keys()
+    states = sum(decisions.link_layers.values()) > decisions.state_slots
     forward = min(costs.forward_seconds for costs in c.level_costs.values())
-    return math.ceil(max(stores) / forward) + 1 if stores and forward else 1
+    if not waiting or not forward or not (saved or states):
+        return 1
+    seconds = max(c.stores[how].seconds for how in waiting)
+    if states:
+        before = [c.block_costs[layers[0]].store_state.seconds for layers in c.trained_kinds.values()]
+        seconds += max(before) / c.sharing.duplex
+    return math.ceil(seconds / forward) + bool(saved)
 
 
 def _with_saved_spread(c: Coefficients, decisions: Decisions, in_order: list[Keeping]) -> list[Keeping]:
@@ -153,7 +165,7 @@ def _with_saved_spread(c: Coefficients, decisions: Decisions, in_order: list[Kee
     """
     found = [level for level in in_order if level not in SAVED_ON_HOST]
     saved = [level for level in in_order if level in SAVED_ON_HOST]
-    apart = (len(in_order) - 2 - _saved_passes(c, decisions)) / max(1, len(saved) - 1)
+    apart = (len(in_order) - 2 - _leaving_passes(c, decisions)) / max(1, len(saved) - 1)
     for k, level in enumerate(saved):
         found.insert(int(k * min(max(1.0, apart), len(in_order) / len(saved))), level)
     return found

@@ -90,7 +90,7 @@ def with_waiting_activations(operations: Sequence[Operation], model: ModelSpec, 
     readers = [o for o in operations if o.kind in (Kind.RECOMPUTE, Kind.BACKWARD) and o.block in layers]
     num_saved_stages = _num_saved_stages(_saving_layers(model, policy))
     stages = _stages(readers, num_saved_stages)
-    let_go = _let_go(operations, layers, policy.saved_passes)
+    let_go = _let_go(operations, layers, policy.leaving_passes)
     found: list[Operation] = []
     stored: set[str] = set()  # inputs that have left
     loaded = 0  # readers whose load has been issued
@@ -117,11 +117,10 @@ def with_waiting_activations(operations: Sequence[Operation], model: ModelSpec, 
     return found
 
 
-def _let_go(operations: Sequence[Operation], layers: set[int], saved_passes: int) -> dict[str, list[str]]:
+def _let_go(operations: Sequence[Operation], layers: set[int], leaving_passes: int) -> dict[str, list[str]]:
     """What leaves from the device, by the pass that lets go of it once its copy has ended.
 
-    An input alone goes with the next pass. What a layer saves beside it takes the link for longer than that, and has
-    `saved_passes`, but no more than there are before the loss, when memory is fullest.
+    It has `leaving_passes`, one at least, but no more than there are before the loss, when memory is fullest.
     """
     passes = [o for o in operations if o.kind in _PASSES]
     found: dict[str, list[str]] = {}
@@ -131,8 +130,8 @@ def _let_go(operations: Sequence[Operation], layers: set[int], saved_passes: int
         if passes[position + 1].kind is not Kind.FORWARD:
             before_loss = position
         if operation.kind is Kind.FORWARD and operation.block in layers:
-            last = min(position + saved_passes, before_loss) if _saves(operation) else position
-            found.setdefault(passes[max(position + 1, last)].name, []).extend(_contents(operation))
+            last = max(position + 1, min(position + leaving_passes, before_loss))
+            found.setdefault(passes[last].name, []).extend(_contents(operation))
     return found
 
 

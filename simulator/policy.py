@@ -95,8 +95,8 @@ class Policy(Schema):
     # One a layer: room on the host for what a micro-batch saves there beside its input, where that waits. What does not
     # fit stays on the device. Left out of hashes where none waits.
     saved_bytes: tuple[pydantic.NonNegativeInt, ...] = pydantic.Field(default=(), exclude_if=lambda sizes: not sizes)
-    # Passes after which a layer's saved activations have left, if they are to wait on the host.
-    saved_passes: int = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
+    # Passes after which what is to wait on the host has left the device.
+    leaving_passes: int = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
     gradient_homes: tuple[Home, ...]  # completed gradients, until the update
     gradient_slabs: int = pydantic.Field(default=2, ge=2)  # transit to the host, never the store
     # device: state in HBM; host: state and update there; streamed: state on the host, update on the GPU
@@ -139,7 +139,7 @@ def uniform_policy(
     save_level: SaveLevel = "keep",
     activations: Home = "device",
     saved_bytes: int = 0,
-    saved_passes: int = 1,
+    leaving_passes: int = 1,
     optimizer: OptimizerHome = "device",
     gradients: Home | None = None,
     prefetch_depth: int = 1,
@@ -170,7 +170,7 @@ def uniform_policy(
         checkpoint_interval=checkpoint_interval,
         activation_homes=(activations,) * layers,
         saved_bytes=(saved_bytes,) * layers if saved_bytes else (),
-        saved_passes=saved_passes,
+        leaving_passes=leaving_passes,
         gradient_homes=tuple(gradient if block in trained else weight_homes[block] for block in everywhere),
         gradient_slabs=gradient_slabs,
         optimizer_homes=tuple(optimizers[block] if block in trained else weight_homes[block] for block in everywhere),

@@ -114,7 +114,7 @@ class Exhaustion:
         pricing = Pricing(case.model, case.workload, policy, case.hardware, case.costs)
         return pricing.price(Operation(kind.value, kind, resource, block, 0, 0, save_level(keeping))).seconds
 
-    def policy(self, layout: Layout, keepings: Sequence[Keeping], saved_passes: int = 1) -> Policy:
+    def policy(self, layout: Layout, keepings: Sequence[Keeping], leaving_passes: int = 1) -> Policy:
         """The policy; one way to keep for each layer."""
         model = self.case.model
         placed = list(zip(model.layers, layout.homes, strict=True))
@@ -131,7 +131,7 @@ class Exhaustion:
             by_link=frozenset(layer for layer, home in placed if home in STATES),
             levels=dict(zip(model.layers, keepings, strict=True)),
             saved_bytes=self.saved_bytes,
-            saved_passes=saved_passes,
+            leaving_passes=leaving_passes,
             prefetch_depth=layout.prefetch_depth,
             state_slots=layout.state_slots,
             state_pace=layout.state_pace,
@@ -313,8 +313,8 @@ def every_policy(case: Case) -> Iterator[Policy]:
         one = Exhaustion(case, outline)
         for layout in layouts(case):
             for at in np.argwhere(one.allowed):
-                for saved_passes in one.passes_of_saved:
-                    yield one.policy(layout, [one.keepings[index] for index in at], saved_passes)
+                for leaving_passes in one.passes_of_saved:
+                    yield one.policy(layout, [one.keepings[index] for index in at], leaving_passes)
 
 
 def fastest_by_replay(case: Case, limits: Limits, policies: Iterable[Policy]) -> float:
@@ -350,8 +350,8 @@ def fastest(case: Case, limits: Limits, known_seconds: float = math.inf, homes: 
     for least_seconds, _, one, layout, at in waiting:
         if least_seconds >= best:
             break
-        for saved_passes in one.passes_of_saved:
-            policy = one.policy(layout, [one.keepings[index] for index in at], saved_passes)
+        for leaving_passes in one.passes_of_saved:
+            policy = one.policy(layout, [one.keepings[index] for index in at], leaving_passes)
             figures = predict(case.model, case.workload, policy, case.hardware, case.costs).figures
             num_replays += 1
             if within(figures, limits) and figures.step_seconds < best:

@@ -38,7 +38,7 @@ def saved_policy(random: Random, case: Case) -> Policy:
             "checkpoint_interval": 1,
             "save_levels": tuple(levels),
             "activation_homes": tuple(homes),
-            "saved_passes": random.choice([1, 2, 3]),
+            "leaving_passes": random.choice([1, 2, 3]),
             "head_chunk_tokens": min(HEAD_CHUNK_TOKENS, rows * case.workload.sequence_length),
         }
     )

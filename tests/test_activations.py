@@ -237,7 +237,7 @@ def test_what_a_layer_saved_is_freed_and_comes_back_elsewhere_bit_for_bit(family
 
 def saving(model: ModelSpec, workload: Workload, groups: tuple[int, ...], layers: set[int], **choices: Any) -> Policy:
     """Everything is kept, and of some layers it waits on the host."""
-    settings = {"saved_bytes": 1000, "saved_passes": 3, **choices}
+    settings = {"saved_bytes": 1000, "leaving_passes": 3, **choices}
     policy = uniform_policy(model, workload, micro_batch_rows=1, groups=groups, **settings)
     homes = tuple("host" if layer in layers else "device" for layer in model.layers)
     return policy.model_copy(update={"activation_homes": homes})
