@@ -279,6 +279,7 @@ class Search:
         others only where that one is the best so far.
         """
         coefficients = self.problem.coefficients(outline)
+        small = self.problem.model.num_layers <= SMALL_MODEL_LAYERS
         tried: list[tuple[int, float, Way, dict[str, int], Policy]] = []
 
         def replay(among: Sequence[Way]) -> None:
@@ -286,6 +287,10 @@ class Search:
                 if tried and self.best is not None and self.spent >= self.improvement_operations:
                     return
                 over = self._try(policy)
+                while over.get("device") and policy.leaving_passes > 1:  # what leaves holds less if passes wait for it
+                    fewer = policy.leaving_passes - 1 if small else 1
+                    policy = policy.model_copy(update={"leaving_passes": fewer})
+                    over = self._try(policy)
                 tried.append((sum(over.values()), self.problem.figures(policy).step_seconds, how, over, policy))
 
         def best() -> tuple[int, float, Way, dict[str, int], Policy]:
@@ -303,7 +308,7 @@ class Search:
                 _, _, so_far, _, policy = best()
                 paces = (policy.state_pace - 1, policy.state_pace + 1)
                 replay([so_far._replace(pace=pace) for pace in paces if pace])
-            if self.problem.model.num_layers > SMALL_MODEL_LAYERS:
+            if not small:
                 self.ways[alike] = best()[2]._replace(pace=0)
         _, seconds, found, over, _ = best()
         return found, over, seconds

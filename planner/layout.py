@@ -48,6 +48,9 @@ def ways(decisions: Decisions) -> list[Way]:
     return found
 
 
+ROUNDING = 1e-9
+
+
 def policies(coefficients: Coefficients, decisions: Decisions, among: Sequence[Way] = ()) -> dict[Policy, Way]:
     """The policies of a solution, in all ways or `among` these, each with the first way that gives it."""
     found: dict[Policy, Way] = {}
@@ -140,22 +143,19 @@ def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:
 
 
 def _leaving_passes(c: Coefficients, decisions: Decisions) -> int:
-    """How many forwards the copy of what waits has.
+    """How many forwards the copy of what waits takes, behind a state's where states stream.
 
-    Of an input one, which holds least memory, but where it may stand behind a state; of what a layer saves as many as
-    it takes, and one that waits for it.
+    What a layer saves waits for such a copy before it, for one more.
     """
     waiting = {how for (_, how), count in decisions.levels.items() if count and how in ON_HOST}
-    saved = waiting & SAVED_ON_HOST.keys()
-    states = sum(decisions.link_layers.values()) > decisions.state_slots
     forward = min(costs.forward_seconds for costs in c.level_costs.values())
-    if not waiting or not forward or not (saved or states):
+    if not waiting or not forward:
         return 1
     seconds = max(c.stores[how].seconds for how in waiting)
-    if states:
+    if sum(decisions.link_layers.values()) > decisions.state_slots:
         before = [c.block_costs[layers[0]].store_state.seconds for layers in c.trained_kinds.values()]
         seconds += max(before) / c.sharing.duplex
-    return math.ceil(seconds / forward) + bool(saved)
+    return max(1, math.ceil(seconds / forward * (1 - ROUNDING))) + bool(waiting & SAVED_ON_HOST.keys())
 
 
 def _with_saved_spread(c: Coefficients, decisions: Decisions, in_order: list[Keeping]) -> list[Keeping]:

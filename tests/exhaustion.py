@@ -90,9 +90,9 @@ class Exhaustion:
         return Pricing(case.model, case.workload, self._policy_of_levels({}), case.hardware, case.costs)
 
     @property
-    def passes_of_saved(self) -> range:
-        """Numbers of passes that what is saved may have to leave; more than there are layers is no more."""
-        return range(1, self.case.model.num_layers + 1 if self.outline.saved_waits else 2)
+    def leaving_passes(self) -> range:
+        """Numbers of passes that what waits may have to leave; more than there are layers is no more."""
+        return range(1, self.case.model.num_layers + 1 if ON_HOST.keys() & self.keepings else 2)
 
     @cached_property
     def saved_bytes(self) -> dict[Keeping, int]:
@@ -313,7 +313,7 @@ def every_policy(case: Case) -> Iterator[Policy]:
         one = Exhaustion(case, outline)
         for layout in layouts(case):
             for at in np.argwhere(one.allowed):
-                for leaving_passes in one.passes_of_saved:
+                for leaving_passes in one.leaving_passes:
                     yield one.policy(layout, [one.keepings[index] for index in at], leaving_passes)
 
 
@@ -342,7 +342,7 @@ def fastest(case: Case, limits: Limits, known_seconds: float = math.inf, homes: 
     waiting = []
     for outline in outlines(case.model, case.workload):
         one = Exhaustion(case, outline, homes)
-        num_policies += int(one.allowed.sum()) * sum(1 for _ in layouts(case, homes)) * len(one.passes_of_saved)
+        num_policies += int(one.allowed.sum()) * sum(1 for _ in layouts(case, homes)) * len(one.leaving_passes)
         for _, layout, least, fits in one.candidates(limits):
             for at in np.argwhere(fits & (least < best)):
                 waiting.append((float(least[tuple(at)]), len(waiting), one, layout, tuple(at)))
@@ -350,7 +350,7 @@ def fastest(case: Case, limits: Limits, known_seconds: float = math.inf, homes: 
     for least_seconds, _, one, layout, at in waiting:
         if least_seconds >= best:
             break
-        for leaving_passes in one.passes_of_saved:
+        for leaving_passes in one.leaving_passes:
             policy = one.policy(layout, [one.keepings[index] for index in at], leaving_passes)
             figures = predict(case.model, case.workload, policy, case.hardware, case.costs).figures
             num_replays += 1

@@ -315,6 +315,7 @@ def random_policy(random: Random, case: Case, *, depth_first: bool = False) -> P
             "head_chunk_tokens": min(HEAD_CHUNK_TOKENS, rows * workload.sequence_length),
             "clipping": workload.clipping,
             "gradient_format": workload.gradient_format,
+            "leaving_passes": random.choice([1, 1, 3]),
         }
     )
 

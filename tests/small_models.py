@@ -107,7 +107,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
         groups=groups,
         depth_first_layers=depth_first,
         saved_bytes=(1000,) * num_layers if saved_waits else (),
-        leaving_passes=draw.choice((1, 2, 4)) if saved_waits else 1,
+        leaving_passes=draw.choice((1, 2, 4)) if saved_waits or waits else 1,
         weight_homes=tuple(weights),
         prefetch_depth=depth,
         save_levels=tuple(saves),
