@@ -33,7 +33,7 @@ from simulator.policy import Policy
 from simulator.predict import StepFigures
 
 # Operations of all replays that only improve on what was found, in each stage: about half a second on one core.
-IMPROVEMENT_OPERATIONS = 6_000
+IMPROVEMENT_OPERATIONS = 4_000
 # Without a solver every outline costs a walk, so only the likeliest are tried.
 GREEDY_OUTLINES = 16
 LIKELY_OUTLINES = 32
