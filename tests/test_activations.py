@@ -57,6 +57,15 @@ def test_a_group_holds_one_layer_s_inputs_and_outputs_instead_of_every_layer_s()
     assert passing_peak(build(model, workload, waiting(model, workload, (3,), activations="device"))) == 5 * 3 + 3 + 1
     # A layer's inputs, its first output, and the input before, which is leaving.
     assert passing_peak(build(model, workload, waiting(model, workload, (3,)))) == 3 + 1 + 1
+    # With more passes to leave, as many inputs are still on their way; but none at the loss, save the last.
+    slow = waiting(model, workload, (3,)).model_copy(update={"leaving_passes": 3})
+    assert passing_peak(build(model, workload, slow)) == 3 + 1 + 3
+    program = build(model, workload, slow)
+    released = {name: operation.name for operation in program.steady for name in operation.releases}
+    assert released["hidden.1.0"] == "forward.2.0"
+    assert released["hidden.1.2"] == "forward.2.2"
+    assert {released[f"hidden.5.{m}"] for m in (0, 1)} == {"forward.5.2"}
+    assert released["hidden.5.2"] == "loss.0"
     mixed = waiting(model, workload, (3,)).model_copy(
         update={"activation_homes": ("host", "host", "host", "device", "device")}
     )

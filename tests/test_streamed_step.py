@@ -235,6 +235,7 @@ def test_inputs_that_wait_on_the_host_give_the_same_bits(
     policies = {
         "all in HBM": uniform(groups=(1,) * ROWS),
         "one group": uniform(groups=(ROWS,), activations="host"),
+        "inputs leave behind later passes": uniform(groups=(ROWS,), activations="host", leaving_passes=3),
         "batch-major, all streamed": uniform(groups=(1,) * ROWS, **everything),
         "depth-first layers too": uniform(groups=(ROWS,), depth_first_layers=2, **everything),
         "checkpoints every 2 layers": uniform(groups=(4, 2), checkpoint_interval=2, **everything),

@@ -163,7 +163,8 @@ def waiting_policies(config: dict[str, Any], workload: Workload) -> dict[str, Po
     on_device = policies(config, workload, "input")
     everywhere = ("host",) * model_spec(config).num_layers
     found = {title: on_device[title].model_copy(update={"activation_homes": everywhere}) for title in on_device}
-    found["mixed"] = on_device["mixed"].model_copy(update={"activation_homes": ("host", "device", "host", "device")})
+    mixed = {"activation_homes": ("host", "device", "host", "device"), "leaving_passes": 2}
+    found["mixed"] = on_device["mixed"].model_copy(update=mixed)
     found["sparse"] = found["streamed"].model_copy(update={"checkpoint_interval": 2, "groups": (4, 2)})
     return found
 
