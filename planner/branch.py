@@ -287,7 +287,8 @@ class Search:
                 if tried and self.best is not None and self.spent >= self.improvement_operations:
                     return
                 over = self._try(policy)
-                while over.get("device") and policy.leaving_passes > 1:  # what leaves holds less if passes wait for it
+                # What leaves holds less if passes wait for it: an input not for long, saved activations for too long.
+                while over.get("device") and policy.leaving_passes > 1 and (small or not outline.saved_waits):
                     fewer = policy.leaving_passes - 1 if small else 1
                     policy = policy.model_copy(update={"leaving_passes": fewer})
                     over = self._try(policy)

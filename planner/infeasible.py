@@ -117,7 +117,10 @@ def _needed(problem: Problem, tier: Tier, *, solver: bool) -> int | None:
     least = least_memory(problem, tier, solver=solver)
     if least is None:
         return None
-    figures: StepFigures | None = problem.figures(least.policy)
+    replayed = [problem.figures(policy) for policy in (least.policy, *least.ties)]
+    figures: StepFigures | None = min(
+        replayed, key=lambda figures: (bool(problem.excess_bytes(figures).keys() - {tier}), _peaks(figures)[tier])
+    )
     if figures is not None and problem.excess_bytes(figures).keys() - {tier}:
         limits = problem.limits.model_copy(update={f"{tier}_memory_bytes": round(PROGRAM_SLACK * least.peak_bytes)})
         figures = feasible(problem.with_limits(limits), solver=solver)

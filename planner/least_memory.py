@@ -1,17 +1,21 @@
 """The least memory of one tier that any policy takes while the other tier keeps its limit.
 
-Found by the same program with memory for its objective, and not replayed: the program's memory is the replay's.
+Found by the same program with memory for its objective, and not replayed: the program's memory is the replay's, but for
+an input that may still be leaving.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from planner.coefficients import Coefficients
 from planner.greedy import greedy
 from planner.layout import lay_out
 from planner.memory_rows import GB
 from planner.outlines import Outline, checkpoint_intervals, micro_batch_sizes
 from planner.problem import Problem
 from planner.solve import solve
+from planner.variables import Decisions
 from simulator.placement import micro_batch_bytes
 from simulator.policy import Policy
 
@@ -23,10 +27,11 @@ GAP = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class LeastMemory:
-    """The policy that takes least of a tier, and what it takes."""
+    """The policy that takes least of a tier, what it takes, and others that may take as little."""
 
     peak_bytes: int
     policy: Policy
+    ties: tuple[Policy, ...] = ()
 
 
 def least_memory(problem: Problem, tier: Tier, *, solver: bool) -> LeastMemory | None:
@@ -63,4 +68,22 @@ def _least_of(problem: Problem, outline: Outline, tier: Tier, *, solver: bool) -
     # The replay may have all batches of a step on the device at once, the program counts one group's.
     batches = outline.num_micro_batches * micro_batch_bytes(problem.model, problem.workload, outline.micro_batch_rows)
     peak = GB * used.value(formulation.evaluate(decisions)) + 2 * batches
-    return LeastMemory(round(peak), lay_out(problem.coefficients(outline), decisions))
+    c = problem.coefficients(outline)
+    policy, *ties = (
+        lay_out(c, either).model_copy(update={"leaving_passes": 1})
+        for either in (decisions, *_with_an_input_back(c, decisions))
+    )
+    return LeastMemory(round(peak), policy, tuple(ties))
+
+
+def _with_an_input_back(c: Coefficients, decisions: Decisions) -> Iterator[Decisions]:
+    """Decisions with one layer input less on the host: to the program a tie, where its stage takes as much.
+
+    It does not count an input that is still leaving, which a replay may hold on top.
+    """
+    for kind in c.kinds:
+        waiting = decisions.levels.get((kind, "input_on_host"), 0)
+        if waiting:
+            kept = decisions.levels.get((kind, "input"), 0)
+            levels = {**decisions.levels, (kind, "input_on_host"): waiting - 1, (kind, "input"): kept + 1}
+            yield replace(decisions, levels=levels)
