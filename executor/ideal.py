@@ -22,7 +22,9 @@ from simulator.program import Kind
 STANDARD_DEVIATION = 0.02  # of the random weights: what the clocks do depends on the bits that flip
 WARM_STEPS = 3
 TIMED_STEPS = 5
-MICRO_BATCHES = 4  # run at once: one writes its gradients, the others add
+# Run at once, of long micro-batches fewer: one writes its gradients, the others add.
+MICRO_BATCHES = 4
+TOKENS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def measure_ideal(
     cut = with_layers(config, hf_config, list(range(num_layers)))
     model = model_spec(cut)
     micro_batches = workload.rows_per_step // micro_batch_rows
-    run_at_once = min(MICRO_BATCHES, micro_batches)
+    at_most = max(2, min(MICRO_BATCHES, TOKENS_AT_ONCE // (micro_batch_rows * workload.sequence_length)))
+    run_at_once = min(at_most, micro_batches)
     tokens = run_at_once * micro_batch_rows * workload.sequence_length
     here = workload.model_copy(update={"micro_batch_rows": micro_batch_rows, "tokens_per_step": tokens})
     step = _IdealStep(cut, model, here, micro_batch_rows, save_level, device)
