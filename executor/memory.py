@@ -14,7 +14,7 @@ import torch
 
 from executor.layer import Documents
 from executor.out_of_memory import first_line
-from executor.saved import PLACE_ALIGNMENT, SavedLayer
+from executor.saved import SavedLayer, aligned
 from executor.store import BlockLayout, BlockState, HostRegion, HostStore, Plane, cuda_pinning, plane_dtype
 from simulator.errors import OutOfMemory
 from simulator.formats import PRECISIONS
@@ -55,7 +55,7 @@ class Memory:
         self._input_shape = (policy.micro_batch_rows, workload.sequence_length, model.hidden_size)
         places = [buffer for buffer in buffers.values() if buffer.role in (Role.ACTIVATION, Role.SAVED_PLACE)]
         self._waiting = HostRegion(
-            sum(_aligned(place.num_bytes) for place in places),
+            sum(aligned(place.num_bytes) for place in places),
             what="activations that wait on the host",
             pinning=cuda_pinning() if device.type == "cuda" else None,
         )
@@ -66,7 +66,7 @@ class Memory:
             of_input = place.role is Role.ACTIVATION
             shape, dtype = (self._input_shape, compute_dtype) if of_input else ((place.num_bytes,), torch.uint8)
             self._tensors_on_host[place.name] = self._waiting.tensor(offset, shape, dtype)
-            offset += _aligned(place.num_bytes)
+            offset += aligned(place.num_bytes)
         for buffer in buffers.values():
             if buffer.persistent:
                 self._allocate(buffer)
@@ -203,10 +203,6 @@ class Memory:
         self._tensors_on_host.clear()
         self.host.close()
         self._waiting.close()
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
 
 
 def block_state(weights: torch.Tensor, planes: Mapping[Plane, torch.Tensor]) -> BlockState:

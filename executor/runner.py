@@ -35,6 +35,7 @@ class Runner(Protocol):
     """Runs programs one after another; `synchronize` returns when all that was launched has finished."""
 
     pipelined: bool  # whether `run` returns before the program has finished
+    functions: Mapping[Kind, Function]  # what runs an operation, by its kind
 
     def run(self, program: Program, *, record: bool = False) -> None: ...
 

@@ -20,6 +20,11 @@ from simulator.errors import ProgramError
 PLACE_ALIGNMENT = 256  # bytes; kernels rely on what they read being aligned as the allocator aligns it
 
 
+def aligned(num_bytes: int) -> int:
+    """The next place at or behind so many bytes at which a tensor may start."""
+    return -(-num_bytes // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+
+
 class WeightView(NamedTuple):
     """A saved tensor that is a view of the block's flat weights; `offset` counts elements from their start."""
 
@@ -117,7 +122,7 @@ class SavedTensors:
                 place[used:end].copy_(whole, non_blocking=True)
                 leaving.append(whole)
                 starts[storage.data_ptr()] = used
-                used = -(-end // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+                used = aligned(end)
             start, shape, stride = starts[storage.data_ptr()], tuple(tensor.shape), tuple(tensor.stride())
             self._tensors[index] = PlaceView(start, tensor.dtype, int(tensor.storage_offset()), shape, stride)
         return leaving, min(used, place.numel())

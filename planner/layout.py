@@ -38,6 +38,7 @@ class Way(NamedTuple):
 
 
 DEFAULT = Way()
+ROUNDING = 1e-9  # a copy as long as some forwards takes no more of them
 
 
 def ways(decisions: Decisions) -> list[Way]:
@@ -46,9 +47,6 @@ def ways(decisions: Decisions) -> list[Way]:
     if any(decisions.streamed.values()) or any(decisions.link_layers.values()):
         found = [Way("among links"), Way("spread"), *found]
     return found
-
-
-ROUNDING = 1e-9
 
 
 def policies(coefficients: Coefficients, decisions: Decisions, among: Sequence[Way] = ()) -> dict[Policy, Way]:

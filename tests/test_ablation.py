@@ -66,7 +66,7 @@ def test_with_a_fast_link_what_layers_save_waits_on_the_host_instead_of_being_re
     model = load_model_spec(MODELS / "qwen2.5-7b.json")
     whole = plan(model, workload, hardware, limits, with_baselines=False)
     layers = zip(whole.policy.save_levels, whole.policy.activation_homes, whole.policy.saved_bytes, strict=True)
-    assert sum(level != "input" and home == "host" and size > 0 for level, home, size in layers) >= 14
+    assert sum(level != "input" and home == "host" and size > 0 for level, home, size in layers) > 14
     assert "saved activations that wait" in plan_table(whole)
     without = ablate(whole, "no-waiting-activations")
     assert without is not None

@@ -347,7 +347,7 @@ def test_inputs_stand_on_the_host_between_forward_and_backward() -> None:
             seen["host"] |= {int(p.split(".")[2]) for p in places if trainer.memory.activation(p).abs().sum() > 0}
         original(operation)
 
-    trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}  # type: ignore[attr-defined]
+    trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}
     run_steps(trainer, tiny_batches(1))
     assert seen == {"device": {3, 5}, "host": {1, 2, 4}}
     assert not trainer.memory.passing

@@ -132,7 +132,8 @@ def test_a_small_card_streams_weights_and_updates_on_the_host() -> None:
     found = plan_7b(24, tokens_per_step=32768)
     assert found.prediction.device_peak_bytes <= 24 * GIB
     assert found.policy.weight_homes.count("host") > 14  # of 28
-    assert found.policy.optimizer_homes.count("device") < 10  # of 30
+    assert found.policy.optimizer_homes.count("host") > 15  # of 30
+    assert found.policy.optimizer_homes.count("device") < 5  # the others' state streams
     assert found.bound.gap < 0.08  # loose where states stream beside inputs that wait
 
 

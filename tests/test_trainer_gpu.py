@@ -198,7 +198,7 @@ def allocated_at_loss(
         allocated.append(torch.cuda.memory_allocated())
         original(operation)
 
-    trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}  # type: ignore[attr-defined]
+    trainer.runner.functions = {**trainer.operations.functions(), Kind.LOSS: loss}
     for _ in range(5):
         trainer.step(batch)
     trainer.drain()
@@ -283,7 +283,7 @@ def test_streams_with_random_sleeps_equal_inline_execution(title: str, waits: bo
             return run
 
         slow = {kind: delayed(function) for kind, function in trainer.operations.functions().items()}
-        trainer.runner.functions = slow  # type: ignore[attr-defined]
+        trainer.runner.functions = slow
         trainer.runner.worker.functions = slow  # type: ignore[union-attr]
         assert_same_bits(run_bits(trainer, batches), expected, f"seed {seed}")
 
@@ -403,7 +403,7 @@ def test_every_step_tells_its_lost_time_while_the_next_one_runs(monkeypatch: pyt
     clock = None
     for step, batch in enumerate(batches):
         if step == 3:
-            monkeypatch.setitem(trainer.runner.functions, Kind.UPDATE, slow)  # type: ignore[attr-defined]
+            monkeypatch.setitem(trainer.runner.functions, Kind.UPDATE, slow)
         result = trainer.step(batch, record=step == 5)
         if result is None:
             continue
