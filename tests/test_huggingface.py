@@ -266,6 +266,33 @@ def test_a_gpu_draws_the_same_weights_for_every_home():
             assert value.std().item() == pytest.approx(0.05, rel=0.03), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_filling_state_takes_little_of_a_gpu(home):
+    config = tiny_config(vocab_size=80_000, hidden_size=1024, head_dim=256, intermediate_size=1024)
+    model, device = model_spec(config), torch.device("cuda", 0)
+    states = [
+        zero_state(model.block(block), precision="bf16", device=torch.device(home)) for block in range(model.num_blocks)
+    ]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    initialise(model, config, states, seed=1, device=device)
+    assert torch.cuda.max_memory_reserved(device) - before < 128 * 2**20  # the embedding has 312 MiB in fp32
+
+
+def test_values_are_split_into_planes_in_pieces(monkeypatch):
+    model = model_spec(tiny_config())
+    whole, pieces = zero_states(model, "bf16"), zero_states(model, "bf16")
+    values = torch.randn(model.embedding.num_elements, generator=torch.Generator().manual_seed(1))
+    state_sink(whole)(0, model.embedding, 0, values)
+    monkeypatch.setattr("executor.huggingface._PIECE_ON_GPU", 777)
+    state_sink(pieces)(0, model.embedding, 0, values)
+    assert torch.equal(pieces[0].weights, whole[0].weights)
+    assert torch.equal(pieces[0].low, whole[0].low)
+    assert torch.equal(master(model, pieces)["model.embed_tokens.weight"].flatten(), values)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_exported_folder_gives_the_same_logits_in_transformers(tmp_path, family, tied):
