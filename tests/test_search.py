@@ -278,9 +278,9 @@ def test_levels_that_were_not_measured_are_left_out_where_both_ends_were() -> No
     costs = OperationCosts.load(CATALOGUE / "costs/qwen2.5-7b-h200.json")
     some = {key: cost for key, cost in costs.entries.items() if ".budget_70." not in key}
     workload = Workload(
-        sequence_length=1024, tokens_per_step=32_768, gradient_format="bf16", micro_batch_rows=16, compiled=True
+        sequence_length=1024, tokens_per_step=32_768, gradient_format="bf16", micro_batch_rows=8, compiled=True
     )
-    limits = Limits(device_memory_bytes=110 * GIB, host_memory_bytes=120 * GIB)
+    limits = Limits(device_memory_bytes=130 * GIB, host_memory_bytes=120 * GIB)
 
     def levels(costs: OperationCosts) -> set[str]:
         found = plan(model, workload, load_hardware("h200"), limits, costs, with_baselines=False)
