@@ -69,14 +69,13 @@ class _TimeRows:
         mip.at_least("compute beside stores", step, self.work.compute + self.work.slowed * self.work.d2h)
         mip.at_least("host to device", step, self.work.h2d + self.work.both * self.work.d2h)
         mip.at_least("device to host", step, self.work.d2h + self.work.both * self.work.h2d)
-        loads = (
-            self.work.host_sum(lambda costs: costs.load.seconds)
-            + self.work.least(lambda c: c.load.seconds) * self.work.again
-        )
-        slowed = self.work.update_loss(lambda costs: costs.load) * loads
-        mip.at_least("host updates beside loads", step, self.work.host_updates + slowed)
-        slowed = self.work.update_loss(lambda costs: costs.store) * self.work.d2h
-        mip.at_least("host updates beside stores", step, self.work.host_updates + slowed)
+        lost = self.work.losses.seconds
+        slowed = self.work.host_sum(lambda costs: lost(costs.load) + lost(costs.store))
+        slowed += self.work.least(lambda costs: lost(costs.load)) * self.work.again
+        slowed += self.work.link_sum(lambda costs: lost(costs.load_state) + lost(costs.store_state))
+        activations = self.work.leaving(1, lost) + self.work.coming_back(1, lost)
+        slowed += self.c.outline.num_micro_batches * activations - self.work.batches_beside
+        mip.at_least("host updates beside copies", step, self.work.host_updates + slowed)
         moved = self.work.host_sum(
             lambda costs: (
                 (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.work.dram_rate
@@ -266,20 +265,35 @@ class _TimeRows:
         loads = self._layers_sum(lambda costs: costs.load.seconds)
         update, load = (self.work.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
         # All loads but the last run beside updates and slow them, or come after them.
-        last, before = load * v.any_layer, embedding.load.seconds * v.embedding + loads
+        lost = self.work.losses.seconds
+        slowed = updates + lost(embedding.load) * v.embedding + self._layers_sum(lambda costs: lost(costs.load))
+        last = self.work.least(lambda costs: costs.load.seconds - lost(costs.load)) * v.any_layer
         moves = self._layers_sum(lambda costs: (costs.update_host.dram_bytes + costs.load.dram_bytes) / rate)
         for rest in self._after_topmost(group):
-            row("the topmost layer: updates", self.work.updates_beside_loads(updates, before - last) + last, rest)
+            row("the topmost layer: updates", slowed + last, rest)
+            row("the topmost layer: updates beside copies", slowed, self._others_until(load * v.any_layer + rest))
             row("the topmost layer: loads", loaded + loads, rest)
             row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
             row("the topmost layer: DRAM", moved + moves, rest)
-        chain = (
-            self.work.updates_beside_loads(updates, before) + (head.update_host.seconds + head.load.seconds) * v.head
-        )
-        row("the head: updates", chain, Linear())
+        row("the head: updates", slowed, (head.update_host.seconds + head.load.seconds) * v.head)
+        slowed += (head.update_host.seconds + lost(head.load)) * v.head
+        row("the head: updates beside copies", slowed, self._others_until(head.load.seconds * v.head))
         row("the head: loads", loaded + loads + head.load.seconds * v.head, Linear())
         traffic = head.update_host.dram_bytes + head.load.dram_bytes
         row("the head: DRAM", moved + moves + traffic / rate * v.head, Linear())
+
+    def _others_until(self, rest: Linear) -> Linear:
+        """What updates lose to states and to what leaves to wait, in the window, and what follows the last update.
+
+        All copies but the last to leave come in the window; those in `rest`, which follows, slow no update.
+        """
+        c, v, losses = self.c, self.variables, self.work.losses
+        trained = [c.block_costs[layers[0]] for layers in c.trained_kinds.values()]
+        state = min((losses.seconds(b.load_state) + losses.seconds(b.store_state) for b in trained), default=0.0)
+        leaving = self.work.leaving(c.outline.groups[0], losses.seconds)
+        last = max((losses.seconds(c.stores[how]) for how in c.levels if how in ON_HOST), default=0.0)
+        others = state * v.later_states + leaving - (last + self.work.batches_beside)
+        return others + (1 - losses.loads - losses.stores) * rest
 
     def _after_topmost(self, group: int) -> Iterator[Linear]:
         """Compute from the weights of the topmost host-updated layer to the first loss, from below."""
@@ -314,9 +328,10 @@ class _TimeRows:
             row(
                 "the lowest layer after the embedding", stored, edge, (update + load) * v.any_layer, from_lowest, middle
             )
-            last_load = load * v.any_layer
-            chain = self.work.updates_beside_loads(updates, loads - last_load) + last_load
-            row("the topmost layer: updates", stored, edge, chain, one_forward, middle)
+            lost = self.work.losses.seconds
+            slowed = updates + self._layers_sum(lambda costs: lost(costs.load))
+            slowed += self.work.least(lambda costs: costs.load.seconds - lost(costs.load)) * v.any_layer
+            row("the topmost layer: updates", stored, edge, slowed, one_forward, middle)
             row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
         else:
             # Updates follow gradients from the top down: those of the layers above come first.

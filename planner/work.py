@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planner.coefficients import BlockCosts, Coefficients
-from planner.contention import update_loss
+from planner.contention import Losses, update_losses
 from planner.keeping import ON_HOST, SAVED_ON_HOST, Keeping
 from planner.mip import Linear, total
 from planner.state_rows import both_directions
@@ -145,22 +145,17 @@ class Work:
         """What a second of one link direction takes from the other beside it."""
         return both_directions(self.c.sharing)
 
-    def update_loss(self, copy: Callable[[BlockCosts], Price], *, both_ways: bool = True) -> float:
-        """What a second of loads or of stores takes from host updates beside it."""
-        layers = (layers[0] for layers in self.c.kinds.values())
-        kinds = [self.c.block_costs[block] for block in (0, *layers, -1)]
-        updates = [costs.update_host for costs in kinds]
-        return update_loss(self.c.sharing, updates, map(copy, kinds), both_ways=both_ways)
+    @property
+    def losses(self) -> Losses:
+        """What host updates lose to copies beside them."""
+        c = self.c
+        blocks = [c.block_costs[block] for block in (0, *(layers[0] for layers in c.kinds.values()), -1)]
+        loads = {price for costs in blocks for price in (costs.load, costs.load_state)} | set(c.loads.values())
+        stores = {price for costs in blocks for price in (costs.store, costs.store_state)} | set(c.stores.values())
+        updates = frozenset(costs.update_host for costs in blocks)
+        return update_losses(c.sharing, updates, frozenset(loads), frozenset(stores))
 
-    def updates_beside_loads(self, updates: Linear, loads: Linear) -> Linear:
-        """With exact clipping: when all updates have ended and all these loads, each of which follows its update.
-
-        Gradients leave in the order of updates turned round, so no store of theirs is left once the first update has
-        begun. States and layer inputs may leave then: where there are such, loads may have had one beside them.
-        """
-        c, others = self.c, self.variables.any_link + self.variables.any_waiting
-        least = self.update_loss(lambda costs: costs.load)
-        more = self.update_loss(lambda costs: costs.load, both_ways=False) - least
-        edges = c.block_costs[0].load.seconds + c.block_costs[-1].load.seconds
-        most = edges + sum(len(layers) * c.block_costs[layers[0]].load.seconds for layers in c.kinds.values())
-        return updates + least * loads + more * (loads - most * others)
+    @property
+    def batches_beside(self) -> float:
+        """What of the losses to stores goes at most: beside a batch's copy a store asks for less of host DRAM."""
+        return self.losses.stores * self.c.outline.num_micro_batches * self.c.load_batch.seconds

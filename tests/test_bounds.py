@@ -8,7 +8,7 @@ from depth_first_cases import depth_first_case, depth_first_policy
 from planning_cases import Case, machine, random_case, random_policy, seven_billion, toy_model
 from saved_cases import saved_case, saved_policy
 
-from planner.contention import update_loss
+from planner.contention import update_losses
 from planner.keeping import ON_HOST
 from planner.layout import policies
 from planner.memory_rows import GB
@@ -165,21 +165,29 @@ def test_every_save_level_of_a_compiled_workload_is_a_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("copy_rate", "duplex", "both_ways", "loss"),
+    ("load_rate", "store_rate", "duplex", "loads", "stores"),
     [
-        (1.0, 1.0, False, 0.0),  # 3 + 1 fit
-        (2.0, 1.0, False, 1 / 3),  # the copy has its 2, the update 2 of 3
-        (2.0, 0.5, False, 1 / 3),
-        (2.0, 0.5, True, 0.0),  # beside a copy the other way it asks for 1
-        (2.0, 0.75, True, 1 / 6 / 0.75),  # it asks for 1.5, so the update has 2.5 of 3 for 1 / 0.75 as long
-        (8.0, 1.0, False, (1 / 3) / (1 / 2)),  # alone it has 4; both have 2, and it takes twice as long
+        (1.0, 0.0, 1.0, 0.0, 0.0),  # 3 + 1 fit
+        (2.0, 0.0, 1.0, 1 / 3, 0.0),  # the copy has its 2, the update 2 of 3
+        (8.0, 0.0, 1.0, (1 / 3) / (1 / 2), 0.0),  # alone it has 4; both have 2, and it takes twice as long
+        (2.0, 2.0, 1.0, 1 / 3, 1 / 3),  # at one time all have 4/3, and the update loses 5/9 for 2/3 of each copy
+        (2.0, 1.0, 0.5, 1 / 3, 0.0),  # at one time 3 + 1 + 1/2: the update has 2.5 of 3 for half a second of the load
+        (2.0, 0.2, 0.5, 1 / 15, 0.0),  # 3 + 1 + 0.1: it has 2.9, and half a second of a load costs 1/30
+        (8.0, 8.0, 1.0, 1 / 2, 1 / 2),  # no more than 1 together
     ],
 )
 def test_what_updates_lose_to_copies_is_what_max_min_sharing_takes(
-    copy_rate: float, duplex: float, both_ways: bool, loss: float
+    load_rate: float, store_rate: float, duplex: float, loads: float, stores: float
 ) -> None:
     sharing = Sharing(duplex=duplex, dram_bytes_per_second=4.0)
-    update, copy = Price(10.0, dram_bytes=30.0), Price(2.0, dram_bytes=2.0 * copy_rate)
-    nothing = Price(0.0)
-    assert update_loss(sharing, [update, nothing], [nothing, copy], both_ways=both_ways) == pytest.approx(loss)
-    assert update_loss(sharing, [nothing], [copy], both_ways=both_ways) == 0.0
+    update, nothing = Price(10.0, dram_bytes=30.0), Price(0.0)
+    load = Price(2.0, dram_bytes=2.0 * load_rate)
+    store = Price(5.0, dram_bytes=5.0 * store_rate) if store_rate else nothing
+    found = update_losses(
+        sharing, frozenset([update, nothing]), frozenset([nothing, load]), frozenset([nothing, store])
+    )
+    assert (found.loads, found.stores) == pytest.approx((loads, stores))
+    assert (found.seconds(load), found.seconds(store)) == pytest.approx((2.0 * loads, 5.0 * stores))
+    assert found.seconds(nothing) == 0.0
+    none = update_losses(sharing, frozenset([nothing]), frozenset([load]), frozenset([store]))
+    assert (none.loads, none.stores) == (0.0, 0.0)
