@@ -24,7 +24,7 @@ def base_policy(
     leaving_passes: int = 1,
     prefetch_depth: int = 1,
     state_slots: int = MIN_STATE_SLOTS,
-    state_pace: int = 1,
+    state_pace: float = 1,
 ) -> Policy:
     """The policy of an outline with given homes; ways to keep by layer, 'input' where none is named.
 

@@ -307,10 +307,10 @@ class Search:
             replay(ways(decisions))
             if links > decisions.state_slots:
                 _, _, so_far, _, policy = best()
-                paces = (policy.state_pace - 1, policy.state_pace + 1)
-                replay([so_far._replace(pace=pace) for pace in paces if pace])
+                paces = [round(policy.state_pace * factor, 2) for factor in (0.6, 0.9, 1.3)]
+                replay([so_far._replace(pace=pace) for pace in paces if pace >= 1])
             if not small:
-                self.ways[alike] = best()[2]._replace(pace=0)
+                self.ways[alike] = best()[2]._replace(pace=0.0)
         _, seconds, found, over, _ = best()
         return found, over, seconds
 

@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
     hosts: Hosts = "top"
     streams: Streams = "spread"
-    pace: int = 0  # of states that stream; 0: what `_state_pace` says
+    pace: float = 0.0  # of states that stream; 0: what `_state_pace` says
 
 
 DEFAULT = Way()
@@ -87,7 +87,9 @@ def lay_out(coefficients: Coefficients, decisions: Decisions, way: Way = DEFAULT
         leaving_passes=_leaving_passes(c, decisions),
         prefetch_depth=max(1, decisions.slots - 1),
         state_slots=decisions.state_slots,
-        state_pace=way.pace if way.pace and by_link else _state_pace(c, len(by_link) - decisions.state_slots),
+        state_pace=way.pace
+        if way.pace and by_link
+        else _state_pace(c, len(by_link) - decisions.state_slots, decisions.num_depth_first),
     )
 
 
@@ -102,19 +104,13 @@ def _on_host(layers: list[int], num_host: int, num_link: int, hosts: Hosts) -> l
     return layers[len(layers) - num_host :]
 
 
-def _state_pace(c: Coefficients, num_later: int) -> int:
+def _state_pace(c: Coefficients, num_later: int, num_depth_first: int) -> float:
     """How many layers the first group's forward passes while a state comes and another one leaves.
 
-    No more than bring all states that come later into this forward, evenly apart: the last ones would else come
-    together, each where its update is needed.
+    All states that come later do so in the forward of the layers that are not depth-first, evenly apart: through the
+    others one micro-batch passes in no time, and the last states would come together, each where its update is needed.
     """
-    if num_later <= 0:
-        return 1
-    forward = c.outline.groups[0] * min(costs.forward_seconds for costs in c.level_costs.values())
-    load = max(c.block_costs[layers[0]].load_state.seconds for layers in c.trained_kinds.values())
-    if not forward:
-        return 1
-    return max(1, min(math.ceil(load / c.sharing.duplex / forward), round(c.model.num_layers / num_later)))
+    return max(1.0, round((c.model.num_layers - num_depth_first) / max(1, num_later), 2))
 
 
 def _levels(c: Coefficients, decisions: Decisions) -> dict[int, Keeping]:

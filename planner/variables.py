@@ -219,6 +219,8 @@ def add_variables(mip: MixedIntegerProgram, c: Coefficients) -> Variables:
         mip.at_most("other layers on the host are not depth-first", num_host - depth_first_host, lower)
         any_depth_first_host = mip.indicator("any_depth_first_host_layer")
         mip.at_least("a depth-first layer is updated on the host", any_depth_first_host, depth_first_host * share)
+        # It loosens a row, and would else be 1 for nothing.
+        mip.at_most("no depth-first layer is updated on the host", any_depth_first_host, depth_first_host)
     if c.leaves_from_sums:
         through = num_host - depth_first_host
         first, second = mip.indicator("a_slab"), mip.indicator("two_slabs")

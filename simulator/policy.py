@@ -105,8 +105,9 @@ class Policy(Schema):
     state_slots: int = pydantic.Field(
         default=MIN_STATE_SLOTS, ge=MIN_STATE_SLOTS, exclude_if=lambda n: n == MIN_STATE_SLOTS
     )
-    # Layers that the first group's forward passes while a state comes: what updates of streamed states are apart.
-    state_pace: int = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
+    # Layers that the first group's forward passes while a state comes, on average: what updates of streamed states are
+    # apart.
+    state_pace: int | float = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
     head_chunk_tokens: int = pydantic.Field(default=HEAD_CHUNK_TOKENS, gt=0)
     mlp_chunk_tokens: int = pydantic.Field(default=0, ge=0)  # 0: the MLP is not chunked
     clipping: Clipping = "global"
@@ -147,7 +148,7 @@ def uniform_policy(
     depth_first_layers: int = 0,
     gradient_slabs: int = 2,
     state_slots: int = MIN_STATE_SLOTS,
-    state_pace: int = 1,
+    state_pace: float = 1,
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Policy:
     """A policy that treats all layers alike; the embedding and the head keep their weights resident.

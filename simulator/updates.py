@@ -11,6 +11,7 @@ before the clip factor is known, so the first `state_slots` updates have theirs 
   first states come in that group's forward.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,14 +77,14 @@ def state_turns(
     # left in the stretch before. No turn before an earlier one: slots are given on in order.
     update_at, latest = {}, max(needed_at.values())
     for place in reversed(range(num_slots, len(blocks))):
-        ready = (place - num_slots + 2) * policy.state_pace
+        ready = math.ceil((place - num_slots + 2) * policy.state_pace)
         update_at[blocks[place]] = latest = min(latest, ready, needed_at[blocks[place]])
     updates: dict[int, list[int]] = {}
     loads: dict[int, list[int]] = {}
     at_once = set()
     for place in range(num_slots, len(blocks)):
         before, block = blocks[place - num_slots], blocks[place]
-        comes = (place - num_slots + 1) * policy.state_pace
+        comes = math.ceil((place - num_slots + 1) * policy.state_pace)
         load_at = max(min(comes, update_at[block] - 1), update_at.get(before, 0))
         updates.setdefault(update_at[block], []).append(block)
         if load_at >= update_at[block]:

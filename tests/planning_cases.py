@@ -311,7 +311,7 @@ def random_policy(random: Random, case: Case, *, depth_first: bool = False) -> P
             "gradient_homes": gradients,
             "optimizer_homes": homes,
             "state_slots": random.choice([2, 2, 3]),
-            "state_pace": random.choice([1, 2, 4]),
+            "state_pace": random.choice([1, 1.5, 2, 4]),
             "head_chunk_tokens": min(HEAD_CHUNK_TOKENS, rows * workload.sequence_length),
             "clipping": workload.clipping,
             "gradient_format": workload.gradient_format,

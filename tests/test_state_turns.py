@@ -64,7 +64,7 @@ def test_updates_stand_as_far_apart_as_a_state_takes_to_come_and_never_behind_th
     policy = uniform_policy(model, workload, micro_batch_rows=1, groups=(1,), save_level="input")
     policy = policy.model_copy(update={"optimizer_homes": ("device",) * 5 + ("streamed",) * 4 + ("device",)})
 
-    def forward(pace: int) -> list[str]:
+    def forward(pace: float) -> list[str]:
         program = build(model, workload, policy.model_copy(update={"state_pace": pace}))
         check(program)
         order = names(program.steady)
@@ -76,6 +76,11 @@ def test_updates_stand_as_far_apart_as_a_state_takes_to_come_and_never_behind_th
     assert forward(2) == [
         "forward.0", "forward.1", "forward.2", "load_state.7", "forward.3", "forward.4",
         "update.7", "load_state.8", "forward.5", "forward.6", "update.8", "forward.7", "forward.8",
+    ]  # fmt: skip
+    # Three layers for two states.
+    assert forward(1.5) == [
+        "forward.0", "forward.1", "forward.2", "load_state.7", "forward.3",
+        "update.7", "load_state.8", "forward.4", "forward.5", "update.8", "forward.6", "forward.7", "forward.8",
     ]  # fmt: skip
     # A link so slow that there is never time: the updates stand before their forwards.
     assert forward(9) == [
