@@ -10,10 +10,11 @@ from planning_cases import machine, seven_billion, toy_model
 from planner.explain import plan_table
 from planner.plan import Limits, Plan, require_same_inputs
 from planner.search import default_limits, plan
-from simulator.errors import InputError
+from simulator.errors import InfeasiblePlan, InputError
 from simulator.hardware import load_hardware
 from simulator.placement import place
 from simulator.policy import Workload, check_policy
+from simulator.program import Tier
 from simulator.predict import predict
 
 GIB = 2**30
@@ -26,6 +27,27 @@ WORKLOAD = Workload(
 def planned() -> Plan:
     limits = Limits(device_memory_bytes=64 * GIB, host_memory_bytes=120 * GIB)
     return plan(seven_billion(), WORKLOAD, load_hardware("h200"), limits, model_path="models/seven")
+
+
+def test_what_a_plan_keeps_on_the_host_stays_within_a_limit_on_pinned_memory() -> None:
+    whole = load_hardware("h200")
+    limits = Limits(device_memory_bytes=64 * GIB, host_memory_bytes=120 * GIB)
+
+    def planned_with(pinned_bytes: int | None) -> tuple[Plan, int]:
+        host = whole.host.model_copy(update={"pinned_limit_bytes": pinned_bytes})
+        hardware = whole.model_copy(update={"host": host})
+        found = plan(
+            seven_billion(), WORKLOAD, hardware, limits, with_baselines=False, with_suggestions=False
+        )  # fmt: skip
+        buffers = place(found.model, WORKLOAD, found.policy).buffers.values()
+        return found, sum(buffer.num_bytes for buffer in buffers if buffer.tier is Tier.HOST)
+
+    _, without = planned_with(None)
+    found, pinned = planned_with(without - GIB)
+    assert pinned <= without - GIB
+    assert found.inputs.limits.host_memory_bytes > without - GIB  # the bare process is not pinned
+    with pytest.raises(InfeasiblePlan, match="host memory"):
+        planned_with(20 * GIB)
 
 
 def test_a_plan_says_what_it_was_made_for_and_what_it_promises(planned: Plan) -> None:
