@@ -136,6 +136,10 @@ def bench(
     Raises InputError for a row that no plan fits, for output directories that hold runs already and for a results file
     that is none, before the first row runs.
     """
+    if hardware.device.kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"--hardware {hardware.name}: has a GPU, and torch finds none here; bench runs on this machine"
+        )
     device = torch.device("cuda", 0) if hardware.device.kind == "cuda" else torch.device("cpu")
     if results is not None and results.exists():
         load_results(results)
@@ -188,7 +192,7 @@ def _planned(
         config, path = _config(row, output)
         limits = Limits(
             device_memory_bytes=allowed_bytes("device_memory", row.device_memory, hardware.device.memory_bytes),
-            host_memory_bytes=allowed_bytes("host_memory", row.host_memory, hardware.host.memory_bytes),
+            host_memory_bytes=allowed_bytes("host_memory", row.host_memory, hardware.usable_host_bytes),
         )
         prices = OperationCosts.load(row.costs) if row.costs is not None else costs
         workload = row.workload().model_copy(update={"compiled": compiled})

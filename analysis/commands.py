@@ -79,7 +79,7 @@ def _say_limits_above(hardware: "HardwareProfile", arguments: argparse.Namespace
 
     for option, asked_bytes, has_bytes in (
         ("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
-        ("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
+        ("--host-memory", arguments.host_memory, hardware.usable_host_bytes),
     ):
         if asked_bytes is not None and asked_bytes > has_bytes:
             print(
@@ -145,9 +145,15 @@ def plan(arguments: argparse.Namespace) -> int:
         require_same_device(runs, hardware)
         costs = fold_runs(runs, costs)
     _say_limits_above(hardware, arguments)
+    if costs is not None and costs.other_device(hardware.device.name):
+        print(
+            f"conveyor: costs: measured on {costs.device_name}, and {hardware.name} has {hardware.device.name}: its "
+            "operations take other times; measure there, or leave the costs out",
+            file=sys.stderr,
+        )
     limits = Limits(
         device_memory_bytes=allowed_bytes("--device-memory", arguments.device_memory, hardware.device.memory_bytes),
-        host_memory_bytes=allowed_bytes("--host-memory", arguments.host_memory, hardware.host.memory_bytes),
+        host_memory_bytes=allowed_bytes("--host-memory", arguments.host_memory, hardware.usable_host_bytes),
         nvme_memory_bytes=arguments.nvme_memory,
     )
     task = Task(model, workload, hardware, limits, costs, arguments.model)
@@ -220,7 +226,7 @@ def _say_peaks_above(hardware: "HardwareProfile", figures: "StepFigures") -> Non
 
     for tier, peak_bytes, has_bytes in (
         ("device", figures.device_peak_bytes, hardware.device.memory_bytes),
-        ("host", figures.host_peak_bytes, hardware.host.memory_bytes),
+        ("host", figures.host_peak_bytes, hardware.usable_host_bytes),
     ):
         if peak_bytes > has_bytes:
             print(
@@ -242,6 +248,7 @@ def train(arguments: argparse.Namespace) -> int:
     from simulator.errors import InputError
     from simulator.freezing import freeze
     from simulator.model import load_model_spec, read_model_config
+    from simulator.model_config import beyond_positions
 
     settings = {
         key: value
@@ -283,6 +290,8 @@ def train(arguments: argparse.Namespace) -> int:
         for dataset in (inputs.dataset, inputs.eval_dataset):
             if dataset is not None:
                 _comment("\n".join(dataset.report.lines()))
+        if (beyond := beyond_positions(model_config, planned.inputs.workload.sequence_length)) is not None:
+            _comment(beyond)
         return 0
     inputs = RunInputs(config, model)  # wrong data are found before the minutes that probing and planning may take
     planned = given or new_plan(config, model)

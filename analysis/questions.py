@@ -20,6 +20,7 @@ from simulator.errors import InputError
 from simulator.families import with_layers
 from simulator.freezing import freeze
 from simulator.model import ModelSpec, model_spec, transformers_config
+from simulator.model_config import beyond_positions
 from simulator.units import format_bytes
 
 # What answers sooner needs no lines about its progress.
@@ -99,10 +100,8 @@ def longest(task: Task, config: dict[str, Any], price: Price | None, report: Rep
     """How long a sequence may be, in words; a config that names fewer positions is told."""
     extent = longest_sequence(task, report=report)
     text = _answer(f"longest sequence, one a step: {extent.size:,} tokens", extent, "tokens", price)
-    positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and positions < extent.size:
-        text += f"\n  the model's config names {positions:,} positions: beyond them it has seen nothing"
-    return text
+    beyond = beyond_positions(config, extent.size)
+    return text if beyond is None else f"{text}\n  {beyond}"
 
 
 def _answer(title: str, extent: Extent, unit: str, price: Price | None) -> str:

@@ -132,7 +132,7 @@ class TrainConfig(Schema):
     loggers: Loggers = ()  # where metrics go as well: tensorboard, wandb, trackio
     save_every: Count | None = None  # steps between checkpoints; None: one at the end
     keep_checkpoints: Count = 2  # the newest ones; earlier ones are removed
-    resume: PathName = "never"  # "never"; "auto": the newest whole checkpoint in output, if any; or a checkpoint's path
+    resume: PathName = "never"  # "never"; "auto": the newest complete one in output, if any; or a checkpoint's path
     resume_changes: ResumeChanges = "refuse"  # "accept": go on also where data, schedule or optimizer have changed
 
     # Numbers

@@ -23,6 +23,7 @@ from simulator.errors import ConveyorError, InputError, OutOfMemory
 from simulator.freezing import freeze, frozen_patterns, unfrozen
 from simulator.hardware_check import check_capacity
 from simulator.model import ModelSpec
+from simulator.model_config import beyond_positions
 from simulator.predict import device_process_bytes
 from simulator.probe import current_device, current_host
 from simulator.system import HostPeak
@@ -203,6 +204,9 @@ def _train(
     def announce(opened: RunInputs) -> None:
         for line in forecast(plan, opened):
             say(line)
+        length = plan.inputs.workload.sequence_length
+        if (beyond := beyond_positions(model_config, length)) is not None:
+            say(f"sequences have {length:,} tokens; {beyond}")
 
     with HostPeak() as host_peak:  # loading, training, saving, resuming
         run = Run(

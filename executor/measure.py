@@ -102,6 +102,7 @@ def measure(
             )
     return OperationCosts(
         hardware=hardware.identity_hash,
+        device_name=hardware.device.name,
         shape=shape_hash(model),
         precision=workload.precision,
         compiled=workload.compiled,

@@ -127,7 +127,8 @@ def load_run(directory: Path | str) -> Run:
         raise InputError(f"{directory}: there is no such run directory")
     if not (directory / RECORD).is_file():
         started = (directory / PLAN).exists() or (directory / METRICS).exists()
-        reason = "the run has not finished" if started else "this is not a run directory"
+        unfinished = "the run has not finished; if it was killed, train with resume=auto goes on with it"
+        reason = unfinished if started else "this is not a run directory"
         raise InputError(f"{directory}: has no {RECORD}; {reason}")
     record = RunRecord.load(directory / RECORD)
     needed = (PLAN, CONFIG, METRICS, TIMELINE, PREDICTED_TIMELINE) if record.status == "ok" else ()

@@ -96,7 +96,7 @@ def new_plan(
         hardware = probe(folder / PROFILE)
     limits = Limits(
         device_memory_bytes=allowed_bytes("device_memory", config.device_memory, hardware.device.memory_bytes),
-        host_memory_bytes=allowed_bytes("host_memory", config.host_memory, hardware.host.memory_bytes),
+        host_memory_bytes=allowed_bytes("host_memory", config.host_memory, hardware.usable_host_bytes),
         nvme_memory_bytes=config.nvme_memory,
     )
     costs = OperationCosts.load(config.costs) if config.costs else None

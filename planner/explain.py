@@ -292,6 +292,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield (
         f"prices: {measured:.0%} of busy time measured, {interpolated:.0%} interpolated, "
         f"{computed:.0%} computed from the machine's profile"
+        + (f"; runs folded in: {', '.join(plan.costs.folded_runs)}" if plan.costs and plan.costs.folded_runs else "")
     )
     counts = plan.solver.counts
     yield (

@@ -85,7 +85,7 @@ def _largest(task_of: Callable[[int], Task], *, start: int, step: int, most: int
     stride = 1
     while low and not fits(low):
         low, high, stride = max(0, low - stride), low, 2 * stride
-    while low and high - low > 1:
+    while high - low > 1:
         count = (low + high) // 2
         low, high = (count, high) if fits(count) else (low, count)
     low = max(low, 1)  # where not even that fits, its plan says why

@@ -70,7 +70,7 @@ def _both_within_the_machine(problem: Problem, *, solver: bool) -> Iterator[str]
 
 
 def _capacity(problem: Problem, tier: Tier) -> int:
-    return {"device": problem.hardware.device.memory_bytes, "host": problem.hardware.host.memory_bytes}[tier]
+    return {"device": problem.hardware.device.memory_bytes, "host": problem.hardware.usable_host_bytes}[tier]
 
 
 def close(problem: Problem, *, solver: bool) -> bool:

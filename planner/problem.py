@@ -16,10 +16,7 @@ from simulator.predict import Prediction, StepFigures, device_process_bytes, hos
 
 
 class Problem:
-    """What to plan. Policies are replayed once; `replayed_operations` counts what the replays cost.
-
-    Where pinned memory has a limit of its own, the host's limit is no more than that and what the process takes.
-    """
+    """What to plan. Policies are replayed once; `replayed_operations` counts what the replays cost."""
 
     def __init__(
         self,
@@ -29,8 +26,7 @@ class Problem:
         limits: Limits,
         costs: OperationCosts | None = None,
     ) -> None:
-        self.model, self.workload, self.hardware, self.costs = model, workload, hardware, costs
-        self.limits = self._within_pinned(limits)
+        self.model, self.workload, self.hardware, self.limits, self.costs = model, workload, hardware, limits, costs
         measured_levels = costs.measured_levels if costs is not None else frozenset()
         self._table = CoefficientTable(model, workload, self._prices, measured_levels)
         self._figures: dict[Policy, StepFigures] = {}
@@ -39,15 +35,8 @@ class Problem:
     def with_limits(self, limits: Limits) -> "Problem":
         """The same problem with other limits; what was priced and replayed for this one holds for it too."""
         other = copy(self)
-        other.limits = self._within_pinned(limits)
+        other.limits = limits
         return other
-
-    def _within_pinned(self, limits: Limits) -> Limits:
-        pinned = self.hardware.host.pinned_limit_bytes
-        if pinned is None or self.hardware.device.kind != "cuda":
-            return limits
-        host = pinned + host_process_bytes(self.model, self.workload, self.hardware)
-        return limits.model_copy(update={"host_memory_bytes": min(limits.host_memory_bytes, host)})
 
     def with_workload(self, workload: Workload) -> "Problem":
         """The same problem with another workload."""

@@ -28,7 +28,7 @@ def default_limits(hardware: HardwareProfile) -> Limits:
     """All of the machine's memory, and no NVMe."""
     return Limits(
         device_memory_bytes=hardware.device.memory_bytes,
-        host_memory_bytes=hardware.host.memory_bytes,
+        host_memory_bytes=hardware.usable_host_bytes,
     )
 
 

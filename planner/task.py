@@ -67,6 +67,8 @@ class Task:
         profile = self.hardware.model_dump()
         for tier, num_bytes in (("device", device), ("host", host)):
             profile[tier]["memory_bytes"] = max(profile[tier]["memory_bytes"], num_bytes)
+        if host > self.hardware.usable_host_bytes:
+            profile["host"]["pinned_limit_bytes"] = None
         return replace(self, limits=limits, hardware=validated(HardwareProfile, **profile))
 
     def with_rates(self, *, compute: float = 1.0, link: float = 1.0, host_dram: float = 1.0) -> "Task":

@@ -45,12 +45,19 @@ class OperationCosts(Schema):
     compiled: bool
     entries: dict[EntryKey, MeasuredCost] = pydantic.Field(default_factory=dict)
     compute_beside_copies: float = pydantic.Field(default=1.0, gt=0, le=1)  # rate of compute while both links run
+    # What measured them; empty in files from before they said it.
+    device_name: str = pydantic.Field(default="", exclude_if=lambda name: not name)
     folded_runs: tuple[str, ...] = ()  # runs whose measured operations were folded in: calibrated, not held out
 
     def with_entries(self, entries: Mapping[str, MeasuredCost], *, runs: tuple[str, ...] = ()) -> "OperationCosts":
         return self.model_copy(
             update={"entries": {**self.entries, **entries}, "folded_runs": (*self.folded_runs, *runs)}
         )
+
+    def other_device(self, device_name: str) -> bool:
+        """Whether they were measured on a device of another name. `NVIDIA H200` and `NVIDIA H200 SXM` are one."""
+        one, other = sorted((self.device_name, device_name), key=len)
+        return not f"{other} ".startswith(f"{one} ") if one else False
 
     @property
     def measured_levels(self) -> frozenset[str]:

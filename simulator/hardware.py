@@ -171,6 +171,17 @@ class HardwareProfile(Schema):
         """Device and host memory together; one of them where they are the same RAM."""
         return self.host.memory_bytes + (0 if self.shared_memory else self.device.memory_bytes)
 
+    @property
+    def usable_host_bytes(self) -> int:
+        """Host memory that a run may take: all, or with a limit of its own on pinned memory that and the bare process.
+
+        All that a run holds on the host is pinned, but where nothing crosses a link.
+        """
+        pinned, memory_bytes = self.host.pinned_limit_bytes, self.host.memory_bytes
+        if pinned is None or self.shared_memory or self.device.kind != "cuda":
+            return memory_bytes
+        return min(memory_bytes, pinned + round(self.host_base_bytes.value))
+
     def matmul_flops_per_second(self, precision: Precision, tokens: float) -> float:
         """Sustained rate of a layer's matrix products over `tokens` rows, linear in log(tokens) between the points.
 

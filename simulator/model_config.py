@@ -100,3 +100,11 @@ def shown(value: Any) -> str:
         return "a number of so many digits"
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def beyond_positions(config: Mapping[str, Any], sequence_length: int) -> str | None:
+    """What there is to say where sequences are longer than the model's config names positions."""
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or positions >= sequence_length:
+        return None
+    return f"the model's config names {positions:,} positions: beyond them it has seen nothing"

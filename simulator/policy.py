@@ -107,12 +107,17 @@ class Policy(Schema):
     )
     # Layers that the first group's forward passes while a state comes, on average: what updates of streamed states are
     # apart.
-    state_pace: int | float = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
+    state_pace: float = pydantic.Field(default=1, ge=1, exclude_if=lambda n: n == 1)
     head_chunk_tokens: int = pydantic.Field(default=HEAD_CHUNK_TOKENS, gt=0)
     mlp_chunk_tokens: int = pydantic.Field(default=0, ge=0)  # 0: the MLP is not chunked
     clipping: Clipping = "global"
     gradient_format: GradientFormat = "fp32"
     state_format: StateFormat = "fp32"
+
+    @pydantic.field_serializer("state_pace")
+    def _whole_where_it_is(self, pace: float) -> float:
+        """A whole number without a point, so that plans that were written with one keep their hash."""
+        return int(pace) if pace == int(pace) else pace
 
     @property
     def num_micro_batches(self) -> int:

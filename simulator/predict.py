@@ -8,6 +8,7 @@ import pydantic
 from simulator import formulas
 from simulator.build import build, build_evaluation
 from simulator.costs import OperationCosts, Pricing
+from simulator.errors import InputError
 from simulator.formats import PRECISIONS
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
@@ -142,7 +143,9 @@ def step_figures(
     host_peak_bytes: int,
     breakdown_seconds: dict[str, float],
 ) -> StepFigures:
-    """Figures of a step that took `step_seconds`, predicted or measured."""
+    """Figures of a step that took `step_seconds`, predicted or measured. Raises InputError for a step of no time."""
+    if step_seconds <= 0:
+        raise InputError("costs: all that a step waits for takes 0 seconds; measure the operations again")
     tokens = workload.tokens_per_step
     lengths = [workload.sequence_length] * workload.rows_per_step
     return StepFigures(

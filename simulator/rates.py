@@ -52,7 +52,8 @@ def key_resource(key: str) -> Resource:
     """What the operation of an entry of OperationCosts occupies (`simulator.costs.operation_key`)."""
     kind, *rest = key.split(".")
     if kind == Kind.UPDATE:
-        return Resource(rest[-3])  # before the formats of gradient and state
+        # Before the formats of gradient and state. What no operation is called occupies nothing that scales.
+        return Resource(rest[-3]) if len(rest) > 2 and rest[-3] in set(Resource) else Resource.COMPUTE
     if kind.startswith("load_"):
         return Resource.H2D
     return Resource.D2H if kind.startswith("store_") else Resource.COMPUTE

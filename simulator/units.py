@@ -19,6 +19,7 @@ _MULTIPLIERS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+MOST_DIGITS = 30  # a size of more is no number of bytes that figures can hold
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -27,6 +28,8 @@ def parse_bytes(text: str | int, *, name: str = "size") -> int:
     match = _SIZE.fullmatch(str(text))
     if match is None or match.group(2).upper() not in _MULTIPLIERS:
         raise InputError(f"{name}: {text!r} is not a size; write a number with B, KiB, MiB, GiB, KB, MB or GB")
+    if len(match.group(1).split(".")[0]) > MOST_DIGITS:
+        raise InputError(f"{name}: {text!r} is more than any machine has")
     # Decimal: a whole number of bytes stays what it is, also beyond 2**53.
     return round(Decimal(match.group(1)) * _MULTIPLIERS[match.group(2).upper()])
 

@@ -83,6 +83,12 @@ def test_a_wrong_matrix_is_refused_with_its_key(text: str, told: str, tmp_path: 
         load_matrix(path)
 
 
+def test_a_gpu_that_is_not_here_is_told(matrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="--hardware h200: has a GPU, and torch finds none here"):
+        bench(load_matrix(matrix).rows, load_hardware("h200"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["h200", "fidelity"])
 def test_the_committed_matrices_are_readable(name: str) -> None:
     root = Path(__file__).parents[1]

@@ -57,6 +57,24 @@ def entry(seconds: float, transient_bytes: int | None = 0, kept_bytes: int = 0) 
     )
 
 
+@pytest.mark.parametrize(
+    ("measured_on", "other"),
+    [
+        ("", False),  # a file that does not say
+        ("NVIDIA H200", False),
+        ("NVIDIA H200 SXM", False),
+        ("NVIDIA H20", True),
+        ("NVIDIA GeForce RTX 4090", True),
+    ],
+)
+def test_costs_know_whether_another_device_was_measured(
+    qwen: ModelSpec, h200: HardwareProfile, measured_on: str, other: bool
+) -> None:
+    found = costs(layer_case(qwen), {}, device_name=measured_on)
+    assert found.other_device(h200.device.name) is other
+    assert ("device_name" in found.model_dump()) is bool(measured_on)
+
+
 # Keys
 
 

@@ -85,6 +85,18 @@ def test_the_longest_sequence_fits_and_a_little_more_does_not() -> None:
         asked.with_workload(**longer).plan()
 
 
+@pytest.mark.parametrize("true", [1, 2, 5, 6, 11])
+@pytest.mark.parametrize("said", [1, 3, 6, 15, 29])
+def test_what_the_program_takes_for_possible_is_cut_to_what_is(
+    true: int, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program says up to `said` layers; the replay knows that it is `true`."""
+    for name, most in {"close": max(true, said), "feasible": true}.items():
+        monkeypatch.setattr(extent, name, lambda problem, most=most, **_: problem.model.num_layers <= most or None)
+    monkeypatch.setattr(Task, "plan", lambda self, **_: self.model.num_layers)
+    assert largest_model(task(), deep) == (true, true, true + 1)
+
+
 def test_learned_positions_end_a_sequence() -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 512}
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

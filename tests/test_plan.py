@@ -10,11 +10,11 @@ from planning_cases import machine, seven_billion, toy_model
 from planner.explain import plan_table
 from planner.plan import Limits, Plan, require_same_inputs
 from planner.search import default_limits, plan
+from planner.task import Task
 from simulator.errors import InfeasiblePlan, InputError
-from simulator.hardware import load_hardware
+from simulator.hardware import HardwareProfile, load_hardware
 from simulator.placement import place
 from simulator.policy import Workload, check_policy
-from simulator.program import Tier
 from simulator.predict import predict
 
 GIB = 2**30
@@ -29,25 +29,26 @@ def planned() -> Plan:
     return plan(seven_billion(), WORKLOAD, load_hardware("h200"), limits, model_path="models/seven")
 
 
-def test_what_a_plan_keeps_on_the_host_stays_within_a_limit_on_pinned_memory() -> None:
+def test_a_plan_takes_no_more_of_the_host_than_may_be_pinned_and_the_bare_process() -> None:
     whole = load_hardware("h200")
-    limits = Limits(device_memory_bytes=64 * GIB, host_memory_bytes=120 * GIB)
 
-    def planned_with(pinned_bytes: int | None) -> tuple[Plan, int]:
-        host = whole.host.model_copy(update={"pinned_limit_bytes": pinned_bytes})
-        hardware = whole.model_copy(update={"host": host})
-        found = plan(
-            seven_billion(), WORKLOAD, hardware, limits, with_baselines=False, with_suggestions=False
-        )  # fmt: skip
-        buffers = place(found.model, WORKLOAD, found.policy).buffers.values()
-        return found, sum(buffer.num_bytes for buffer in buffers if buffer.tier is Tier.HOST)
+    def with_pinned(num_bytes: int, **changes: object) -> HardwareProfile:
+        host = whole.host.model_copy(update={"pinned_limit_bytes": num_bytes})
+        return whole.model_copy(update={"host": host, **changes})
 
-    _, without = planned_with(None)
-    found, pinned = planned_with(without - GIB)
-    assert pinned <= without - GIB
-    assert found.inputs.limits.host_memory_bytes > without - GIB  # the bare process is not pinned
-    with pytest.raises(InfeasiblePlan, match="host memory"):
-        planned_with(20 * GIB)
+    hardware = with_pinned(60 * GIB)
+    usable = 60 * GIB + round(whole.host_base_bytes.value)
+    assert hardware.usable_host_bytes == usable < whole.usable_host_bytes == whole.host.memory_bytes
+    assert with_pinned(60 * GIB, shared_memory=True).usable_host_bytes == whole.host.memory_bytes
+    found = plan(seven_billion(), WORKLOAD, hardware, with_baselines=False)
+    assert found.inputs.limits.host_memory_bytes == usable
+    # Below what fits: what the machine has is what may be used, and a re-solve with more is of a machine with more.
+    small = with_pinned(20 * GIB)
+    limits = Limits(device_memory_bytes=24 * GIB, host_memory_bytes=small.usable_host_bytes)
+    with pytest.raises(InfeasiblePlan, match=r"GiB of host memory \(h200 has 23.0 GiB\)"):
+        plan(seven_billion(), WORKLOAD, small, limits, with_baselines=False, with_suggestions=False)
+    task = Task(seven_billion(), WORKLOAD, hardware, default_limits(hardware))
+    assert task.with_memory(host_bytes=90 * GIB).hardware.usable_host_bytes >= 90 * GIB
 
 
 def test_a_plan_says_what_it_was_made_for_and_what_it_promises(planned: Plan) -> None:

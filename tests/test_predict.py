@@ -24,6 +24,7 @@ from simulator.predict import (
     allocator_slack_bytes,
     predict,
     set_aside_bytes,
+    step_figures,
     transit_bytes,
 )
 from simulator.program import Role, Tier
@@ -199,6 +200,12 @@ def test_the_host_peak_is_process_buffers_and_what_is_in_transit() -> None:
     assert found.figures.host_peak_bytes == process + buffers + 96 * 2**20  # the largest tensor has 1 KiB
     # Batches of two steps: ids and labels of 8 tokens, and the loss scale.
     assert place(model, workload, policy).buffers["host.batches"].num_bytes == 2 * (8 * 16 + 8)
+
+
+def test_a_step_of_no_time_is_refused() -> None:
+    model, workload = small_model(3), small_workload(2)
+    with pytest.raises(InputError, match="costs: all that a step waits for takes 0 seconds"):
+        step_figures(model, workload, 0.0, device_peak_bytes=0, host_peak_bytes=0, breakdown_seconds={})
 
 
 def test_large_tensors_are_on_their_way_in_pieces() -> None:

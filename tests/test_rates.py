@@ -55,6 +55,8 @@ def test_measured_operations_follow_their_resource() -> None:
     assert changed is not None
     assert {key: 1 / cost.seconds for key, cost in changed.entries.items()} == keys
     assert key_resource("load_batch.2x1024") is Resource.H2D
+    # A table may have entries that no operation is looked up by.
+    assert key_resource("update.a.b.c") is key_resource("update.a") is Resource.COMPUTE
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -203,6 +203,10 @@ def test_a_dry_run_plans_where_no_plan_is_given(tmp_path: Path, text: Path, caps
     ]  # fmt: skip
     assert main(arguments) == 0
     out = capsys.readouterr().out
+    assert "positions" not in out
+    longer = {"sequence_length=32": "sequence_length=8192", "tokens_per_step=128": "tokens_per_step=8192"}
+    assert main([longer.get(argument, argument) for argument in arguments]) == 0
+    assert "positions: beyond them it has seen nothing" in capsys.readouterr().out
     assert json.loads(json.dumps(yaml.safe_load(out)))["freeze"] == ["model.layers.0.*"]
     assert "frozen: 1" in out
     assert not (tmp_path / "run").exists()
