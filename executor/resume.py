@@ -83,7 +83,8 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
     for key in dict.fromkeys((*saved, *current)):
         if (key in saved, saved.get(key)) != (key in current, current.get(key)):
             now, before = (settings.get(key, "not set") for settings in (current, saved))
-            yield key, f"{key} is {now!r}, the checkpoint was made with {before!r}{_MEANS.get(key, '')}"
+            name = key.removeprefix("optimizer.")  # in a run config these stand at the top level
+            yield key, f"{name} is {now!r}, the checkpoint was made with {before!r}{_MEANS.get(key, '')}"
 
 
 def _is_fixed(key: str) -> bool:

@@ -221,7 +221,7 @@ def read_model_config(path: Path | str) -> dict[str, Any]:
         config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
-            f"{path}: cannot be read ({error.strerror}); --model takes a Hugging Face folder or its config.json"
+            f"{path}: cannot be read ({error.strerror}); a model is a Hugging Face folder or its config.json"
             f"{did_you_mean(nearest_path(path))}"
         ) from error
     except RepeatedKey as error:

@@ -303,6 +303,7 @@ def test_samples_are_held_out_whole_and_the_same_ones_for_every_seed(mixed_file,
     assert torch.equal(held_out.batch(0).tokens, held_out.batch(steps).tokens)
     assert train.settings() != everything.settings()
     assert "are held out" in "\n".join(train.report.lines())
+    assert "held out" not in "\n".join(held_out.report.lines())
 
 
 def test_one_text_has_its_end_held_out(text_file):

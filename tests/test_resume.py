@@ -72,8 +72,8 @@ def stopped_after(output: Path, step: int) -> str:
 @pytest.mark.parametrize(
     ("setting", "data", "difference"),
     [
-        ("max_steps=8", "data.txt", "optimizer.max_steps is 8, the checkpoint was made with 6"),
-        ("lr_schedule=constant", "data.txt", "optimizer.lr_schedule is 'constant', the checkpoint was made with"),
+        ("max_steps=8", "data.txt", " max_steps is 8, the checkpoint was made with 6"),
+        ("lr_schedule=constant", "data.txt", " lr_schedule is 'constant', the checkpoint was made with"),
         ("seed=5", "data.txt", "data.seed is 5, the checkpoint was made with 0"),
         ("save_every=2", "other.txt", "(rows were added, taken out or changed, or become other tokens)"),
     ],

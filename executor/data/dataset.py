@@ -193,7 +193,9 @@ def _dataset(
     content: dict[str, Any] = {"fingerprint": corpus.samples.fingerprint, "long_samples": choices.long_samples}
     content["packing"] = choices.packing
     content["held_out"] = int((~mask).sum())
-    report = corpus.report(documents, num_rows=rows.num_rows, num_held_out=int((~mask).sum()))
+    # Of what is evaluated the others are not held out: they are what is trained on.
+    num_held_out = content["held_out"] if shuffle else 0
+    report = corpus.report(documents, num_rows=rows.num_rows, num_held_out=num_held_out)
     if evaluated is not None:
         other, others = evaluated[0], evaluated[0].documents.chosen(evaluated[1])
         common = np.flatnonzero(also_trained(others, other.samples, documents, corpus.samples))
