@@ -115,7 +115,7 @@ class Policy(Schema):
     state_format: StateFormat = "fp32"
 
     @pydantic.field_serializer("state_pace")
-    def _whole_where_it_is(self, pace: float) -> float:
+    def _whole_where_it_is(self, pace: float) -> int | float:
         """A whole number without a point, so that plans that were written with one keep their hash."""
         return int(pace) if pace == int(pace) else pace
 

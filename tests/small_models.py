@@ -92,7 +92,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, Policy]:
             optimizers[index], gradients[index] = "streamed", "device"
     waits = draw.choice((0.0, 0.0, 0.5, 1.0))
     activations = ["host" if level == "input" and draw.random() < waits else "device" for level in saves]
-    slots, pace = draw.choice((2, 2, 3, 5)), draw.choice((1, 1, 2, 5))
+    slots, pace = draw.choice((2, 2, 3, 5)), draw.choice((1, 1.5, 2, 5))
     some = draw.randint(1, num_layers)
     depth_first = draw.choice((0, 0, some, some, num_layers)) if interval == 1 else 0
     if depth_first and draw.random() < 0.5:

@@ -59,6 +59,15 @@ def test_a_first_step_has_nothing_to_update_and_a_drain_brings_every_state_home(
     ]  # fmt: skip
 
 
+def test_a_whole_pace_is_written_without_a_point_as_hashes_of_older_plans_have_it() -> None:
+    policy = uniform_policy(small_model(2), small_workload(1), micro_batch_rows=1, groups=(1,), save_level="input")
+    written = {pace: policy.model_copy(update={"state_pace": pace}).model_dump_json() for pace in (1, 2, 2.0, 1.5)}
+    assert '"state_pace":2,' in written[2]
+    assert written[2] == written[2.0]
+    assert '"state_pace":1.5,' in written[1.5]
+    assert "state_pace" not in written[1]
+
+
 def test_updates_stand_as_far_apart_as_a_state_takes_to_come_and_never_behind_their_forward() -> None:
     model, workload = small_model(8), small_workload(1)
     policy = uniform_policy(model, workload, micro_batch_rows=1, groups=(1,), save_level="input")
