@@ -38,6 +38,8 @@ IMPROVEMENT_OPERATIONS = 4_000
 GREEDY_OUTLINES = 16
 LIKELY_OUTLINES = 32
 MAX_TIGHTENINGS = 3
+# Paces of streamed states that are tried beside the even one, relative to it.
+OTHER_PACES = (0.6, 0.9, 1.3)
 SMALL_MODEL_LAYERS = 6
 
 
@@ -307,7 +309,7 @@ class Search:
             replay(ways(decisions))
             if links > decisions.state_slots:
                 _, _, so_far, _, policy = best()
-                paces = [round(policy.state_pace * factor, 2) for factor in (0.6, 0.9, 1.3)]
+                paces = [round(policy.state_pace * factor, 2) for factor in OTHER_PACES]
                 replay([so_far._replace(pace=pace) for pace in paces if pace >= 1])
             if not small:
                 self.ways[alike] = best()[2]._replace(pace=0.0)

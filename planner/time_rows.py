@@ -69,27 +69,11 @@ class _TimeRows:
         mip.at_least("compute beside stores", step, self.work.compute + self.work.slowed * self.work.d2h)
         mip.at_least("host to device", step, self.work.h2d + self.work.both * self.work.d2h)
         mip.at_least("device to host", step, self.work.d2h + self.work.both * self.work.h2d)
-        lost = self.work.losses.seconds
-        slowed = self.work.host_sum(lambda costs: lost(costs.load) + lost(costs.store))
-        slowed += self.work.least(lambda costs: lost(costs.load)) * self.work.again
-        slowed += self.work.link_sum(lambda costs: lost(costs.load_state) + lost(costs.store_state))
-        activations = self.work.leaving(1, lost) + self.work.coming_back(1, lost)
-        slowed += self.c.outline.num_micro_batches * activations - self.work.batches_beside
+        slowed = self.work.copies(self.work.losses.seconds) - self.work.batches_beside
         mip.at_least("host updates beside copies", step, self.work.host_updates + slowed)
-        moved = self.work.host_sum(
-            lambda costs: (
-                (costs.update_host.dram_bytes + costs.load.dram_bytes + costs.store.dram_bytes) / self.work.dram_rate
-            )
-        )
-        moved += self.work.link_sum(
-            lambda costs: (costs.load_state.dram_bytes + costs.store_state.dram_bytes) / self.work.dram_rate
-        )
-        again = self.work.least(lambda costs: costs.load.dram_bytes) / self.work.dram_rate * self.work.again
-        waiting = self.work.leaving(1, lambda price: price.dram_bytes)
-        waiting += self.work.coming_back(1, lambda price: price.dram_bytes)
-        mip.at_least(
-            "host DRAM", step, moved + again + self.c.outline.num_micro_batches / self.work.dram_rate * waiting
-        )
+        rate = self.work.dram_rate
+        updates = self.work.host_sum(lambda costs: costs.update_host.dram_bytes / rate)
+        mip.at_least("host DRAM", step, updates + self.work.copies(lambda price: price.dram_bytes / rate))
 
     # Pieces
 
@@ -264,13 +248,11 @@ class _TimeRows:
         updates = updated + self._layers_sum(lambda costs: costs.update_host.seconds)
         loads = self._layers_sum(lambda costs: costs.load.seconds)
         update, load = (self.work.least(cost) for cost in (lambda b: b.update_host.seconds, lambda b: b.load.seconds))
-        # All loads but the last run beside updates and slow them, or come after them.
         lost = self.work.losses.seconds
-        slowed = updates + lost(embedding.load) * v.embedding + self._layers_sum(lambda costs: lost(costs.load))
-        last = self.work.least(lambda costs: costs.load.seconds - lost(costs.load)) * v.any_layer
+        slowed = self._beside_loads(updates) + lost(embedding.load) * v.embedding
         moves = self._layers_sum(lambda costs: (costs.update_host.dram_bytes + costs.load.dram_bytes) / rate)
         for rest in self._after_topmost(group):
-            row("the topmost layer: updates", slowed + last, rest)
+            row("the topmost layer: updates", slowed + self._last_load, rest)
             row("the topmost layer: updates beside copies", slowed, self._others_until(load * v.any_layer + rest))
             row("the topmost layer: loads", loaded + loads, rest)
             row("the topmost layer: loads after one update", updated + update * v.any_layer + loads, rest)
@@ -281,6 +263,17 @@ class _TimeRows:
         row("the head: loads", loaded + loads + head.load.seconds * v.head, Linear())
         traffic = head.update_host.dram_bytes + head.load.dram_bytes
         row("the head: DRAM", moved + moves + traffic / rate * v.head, Linear())
+
+    def _beside_loads(self, updates: Linear) -> Linear:
+        """Updates with what they lose to the loads of layers, which run beside them or after them."""
+        lost = self.work.losses.seconds
+        return updates + self._layers_sum(lambda costs: lost(costs.load))
+
+    @property
+    def _last_load(self) -> Linear:
+        """What the last of these loads takes beyond that: it follows all updates."""
+        lost = self.work.losses.seconds
+        return self.work.least(lambda costs: costs.load.seconds - lost(costs.load)) * self.variables.any_layer
 
     def _others_until(self, rest: Linear) -> Linear:
         """What updates lose to states and to what leaves to wait, in the window, and what follows the last update.
@@ -328,10 +321,8 @@ class _TimeRows:
             row(
                 "the lowest layer after the embedding", stored, edge, (update + load) * v.any_layer, from_lowest, middle
             )
-            lost = self.work.losses.seconds
-            slowed = updates + self._layers_sum(lambda costs: lost(costs.load))
-            slowed += self.work.least(lambda costs: costs.load.seconds - lost(costs.load)) * v.any_layer
-            row("the topmost layer: updates", stored, edge, slowed, one_forward, middle)
+            chain = self._beside_loads(updates) + self._last_load
+            row("the topmost layer: updates", stored, edge, chain, one_forward, middle)
             row("the topmost layer: loads", stored, edge, update * v.any_layer, loads, one_forward, middle)
         else:
             # Updates follow gradients from the top down: those of the layers above come first.

@@ -106,6 +106,14 @@ class Work:
         states = self.link_sum(lambda costs: costs.store_state.seconds)
         return self.host_sum(lambda costs: costs.store.seconds) + states + activations
 
+    def copies(self, cost: Callable[[Price], float]) -> Linear:
+        """A cost of all copies of a step but those of batches."""
+        blocks = self.host_sum(lambda costs: cost(costs.load) + cost(costs.store))
+        again = self.least(lambda costs: cost(costs.load)) * self.again
+        states = self.link_sum(lambda costs: cost(costs.load_state) + cost(costs.store_state))
+        activations = self.leaving(1, cost) + self.coming_back(1, cost)
+        return blocks + again + states + self.c.outline.num_micro_batches * activations
+
     def leaving(self, group: int, cost: Callable[[Price], float]) -> Linear:
         """A cost of the copies of what leaves to wait, of a group's micro-batches that pass one after the other."""
         return self._waiting(group, self.c.stores, cost)

@@ -56,8 +56,10 @@ class OperationCosts(Schema):
 
     def other_device(self, device_name: str) -> bool:
         """Whether they were measured on a device of another name. `NVIDIA H200` and `NVIDIA H200 SXM` are one."""
-        one, other = sorted((self.device_name, device_name), key=len)
-        return not f"{other} ".startswith(f"{one} ") if one else False
+        if not self.device_name:
+            return False
+        shorter, longer = sorted((self.device_name.split(), device_name.split()), key=len)
+        return longer[: len(shorter)] != shorter
 
     @property
     def measured_levels(self) -> frozenset[str]:

@@ -52,7 +52,7 @@ def key_resource(key: str) -> Resource:
     """What the operation of an entry of OperationCosts occupies (`simulator.costs.operation_key`)."""
     kind, *rest = key.split(".")
     if kind == Kind.UPDATE:
-        # Before the formats of gradient and state. What no operation is called occupies nothing that scales.
+        # Before the formats of gradient and state. An entry that no operation is looked up by counts as compute.
         return Resource(rest[-3]) if len(rest) > 2 and rest[-3] in set(Resource) else Resource.COMPUTE
     if kind.startswith("load_"):
         return Resource.H2D
