@@ -121,8 +121,8 @@ def _answer(title: str, extent: Extent, unit: str, price: Price | None) -> str:
         if extent.too_large is not None
         else f"  more {unit} than that were not tried",
     ]
-    if plan.solver.counts.get("time limits"):
-        lines.append(f"  {plan.solver.status}")
+    if plan.solver.caution:
+        lines.append(f"  {plan.solver.caution}")
     if price is not None:
         lines.append(f"  {price.of(figures)}")
     return "\n".join(lines)

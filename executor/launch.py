@@ -204,6 +204,8 @@ def _train(
     def announce(opened: RunInputs) -> None:
         for line in forecast(plan, opened):
             say(line)
+        if plan.solver.caution:
+            say(f"the plan may not be the best: {plan.solver.caution}")
         length = plan.inputs.workload.sequence_length
         if (beyond := beyond_positions(model_config, length)) is not None:
             say(f"sequences have {length:,} tokens; {beyond}")

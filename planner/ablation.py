@@ -10,8 +10,8 @@ from planner.alternatives import Restriction, all_on_host, all_streamed, best_re
 from planner.branch import IMPROVEMENT_OPERATIONS
 from planner.formulation import Formulation
 from planner.outlines import Outline, outlines
-from planner.plan import Plan
-from planner.search import GREEDY, promises
+from planner.plan import GREEDY, Plan
+from planner.search import promises
 from planner.task import Task
 from simulator.errors import InputError
 from simulator.nearest import did_you_mean, nearest_name

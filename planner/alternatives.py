@@ -12,9 +12,8 @@ from planner.explain import level_words
 from planner.formulation import Formulation
 from planner.mip import Linear, total
 from planner.outlines import Outline, outlines
-from planner.plan import Plan
+from planner.plan import GREEDY, Plan
 from planner.problem import Problem
-from planner.search import GREEDY
 from planner.sensitivity import Report
 from planner.task import Task
 from simulator.policy import Policy

@@ -104,6 +104,9 @@ class Baseline(Schema):
     infeasible: str = ""
 
 
+GREEDY = "greedy"
+
+
 class SolverReport(Schema):
     """How the plan was found. `gap` is the relative gap that each solve was allowed."""
 
@@ -112,6 +115,11 @@ class SolverReport(Schema):
     status: str
     gap: float
     counts: dict[str, int] = pydantic.Field(default_factory=dict)
+
+    @property
+    def caution(self) -> str:
+        """Why there may be a better plan than this one; empty where every program was solved within the gap."""
+        return self.status if self.name == GREEDY or self.counts.get("time limits") else ""
 
 
 class Plan(Schema):

@@ -9,7 +9,7 @@ from planner.baselines import baselines
 from planner.branch import Found, Search
 from planner.infeasible import explain_infeasible
 from planner.outlines import Outline, outlines
-from planner.plan import Baseline, Bound, Limits, Plan, SolverReport, plan_inputs
+from planner.plan import GREEDY, Baseline, Bound, Limits, Plan, SolverReport, plan_inputs
 from planner.problem import Problem
 from planner.solve import TIME_LIMIT_SECONDS, solver_failure, solver_version
 from simulator.costs import OperationCosts, operation_key
@@ -21,7 +21,6 @@ from simulator.predict import Prediction
 
 # Below what prices can tell: the solver may stop at a gap of this, the search where it could win no more than this.
 GAP = 1e-3
-GREEDY = "greedy"
 
 
 def default_limits(hardware: HardwareProfile) -> Limits:

@@ -51,6 +51,20 @@ def test_epochs_are_counted_in_steps_and_told(tmp_path: Path, text: Path, model:
     assert more.metrics[-1]["epoch"] == pytest.approx(len(more.metrics) / steps)
 
 
+def test_a_plan_that_no_solver_found_is_told_before_the_first_step(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    run(run_config(text, tmp_path / "solved", max_steps=3), planned, model, said.append)
+    assert not any("greedy" in line for line in said)
+    monkeypatch.setattr("planner.search.solver_version", lambda: None)
+    inputs = planned.inputs
+    greedy = plan(model, inputs.workload, planned.hardware, inputs.limits)
+    run(run_config(text, tmp_path / "greedy", max_steps=3), greedy, model, said.append)
+    told = next(number for number, line in enumerate(said) if "found by the greedy planner" in line)
+    assert any(line.startswith("step 1/3") for line in said[told:])
+
+
 def test_every_step_s_line_is_complete(tmp_path: Path, text: Path, model: ModelSpec, planned: Plan) -> None:
     found = run(run_config(text, tmp_path / "run"), planned, model)
     for row in found.metrics:
