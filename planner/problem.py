@@ -27,8 +27,7 @@ class Problem:
         costs: OperationCosts | None = None,
     ) -> None:
         self.model, self.workload, self.hardware, self.limits, self.costs = model, workload, hardware, limits, costs
-        measured_levels = costs.measured_levels if costs is not None else frozenset()
-        self._table = CoefficientTable(model, workload, self._prices, measured_levels)
+        self._table = CoefficientTable(model, workload, self._prices, costs)
         self._figures: dict[Policy, StepFigures] = {}
         self.replayed_operations = 0
 

@@ -61,11 +61,14 @@ class OperationCosts(Schema):
         shorter, longer = sorted((self.device_name.split(), device_name.split()), key=len)
         return longer[: len(shorter)] != shorter
 
-    @property
-    def measured_levels(self) -> frozenset[str]:
-        """Save levels of which a layer's backward was measured."""
-        keys = (key.split(".") for key in self.entries if key.startswith(f"{Kind.BACKWARD.value}.layer."))
-        return frozenset(parts[-2] for parts in keys)
+    def measured_levels(self, sequence_length: int) -> frozenset[str]:
+        """Save levels of which a layer's backward was measured with sequences of this length, or at all where none was.
+
+        A measurement tells nothing of other lengths (attention grows with their squares), but of other micro-batches.
+        """
+        keys = [key.split(".") for key in self.entries if key.startswith(f"{Kind.BACKWARD.value}.layer.")]
+        such = frozenset(level for *_, level, tokens in keys if tokens.endswith(f"x{sequence_length}"))
+        return such or frozenset(level for *_, level, _ in keys)
 
 
 def _first(pair: tuple[int, MeasuredCost]) -> int:
