@@ -28,8 +28,8 @@ MOST_ALLOCATOR_SLACK_BYTES = 448 * MIB
 
 # Compiling on CUDA, and the first step, leave the compiler's own state, its worker processes
 # (executor.compiled.COMPILE_WORKERS) and what the driver and its libraries load for new kernels. On an H200's host a
-# process that trains takes 2.98 to 3.16 GiB beside its buffers, 0.87 of it once the device is open, for 1 to 14.8
-# billion parameters; 1.6 GiB where all that it needs lies compiled in the cache.
+# process that trains takes 2.98 to 3.16 GiB beside its buffers for 1 to 14.8 billion parameters, 0.84 of it after a
+# step that is not compiled; 1.6 GiB where all that it needs lies compiled in the cache.
 HOST_COMPILER_BYTES = 2272 * MIB
 
 # What a process takes above its bare size once it trains, whatever the model: stacks and heaps of its threads, scratch

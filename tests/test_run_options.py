@@ -1,5 +1,6 @@
 """What a run config asks of training itself: how long, what is frozen, evaluation and early stop, loggers, dry runs."""
 
+import gc
 import json
 import math
 from pathlib import Path
@@ -63,6 +64,28 @@ def test_a_plan_that_no_solver_found_is_told_before_the_first_step(
     run(run_config(text, tmp_path / "greedy", max_steps=3), greedy, model, said.append)
     told = next(number for number, line in enumerate(said) if "found by the greedy planner" in line)
     assert any(line.startswith("step 1/3") for line in said[told:])
+
+
+def test_pythons_collector_walks_nothing_that_was_there_before_the_steps(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    before = gc.get_freeze_count()
+    stays: list[list[object]] = [[] for _ in range(1000)]
+    seen: dict[str, int] = {}
+
+    def say(line: str) -> None:
+        if line.startswith("step "):
+            walked = sum(found is stays for found in gc.get_objects())
+            seen[line.partition(" ")[2].partition("/")[0]] = walked
+            if line.startswith("step 3/"):
+                raise KeyError("as asked")
+
+    config = run_config(text, tmp_path / "run", max_steps=4, log_every=1)
+    with pytest.raises(KeyError, match="as asked"):
+        run(config, planned, model, say)
+    assert seen == {"1": 1, "2": 0, "3": 0}
+    assert gc.get_freeze_count() == before
+    assert any(found is stays for found in gc.get_objects())
 
 
 def test_every_step_s_line_is_complete(tmp_path: Path, text: Path, model: ModelSpec, planned: Plan) -> None:
