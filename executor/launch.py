@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from simulator.probe import current_device, current_host
 from simulator.system import HostPeak
 from simulator.timeline import Timeline, largest_deviations
 from simulator.units import format_bytes, format_rate, format_seconds
+
+TOLD_GAPS = 0.01  # of a step, in which nothing was launched; less is no matter
 
 
 def launch(
@@ -282,6 +285,10 @@ def comparison(plan: Plan, outcome: Outcome, predicted: Timeline) -> list[str]:
             for word, seconds in (("predicted", predicted_seconds), ("measured", measured_seconds))
         ]
         lines.append(f"  {kind.replace('_', ' '):30}{cells[0]:>14}{cells[1]:>13}")
+    gaps = outcome.timeline.launch_gaps()
+    if sum(gaps.values()) > TOLD_GAPS * outcome.timeline.step_seconds:
+        places = ", ".join(f"{format_seconds(seconds)} before {name}" for name, seconds in islice(gaps.items(), 3))
+        lines.append(f"idle for want of launches: {format_seconds(sum(gaps.values()))}, of it {places}")
     if outcome.exported is not None:
         lines.append(f"trained model: {outcome.exported}")
     return lines

@@ -82,19 +82,30 @@ class Timeline:
         An idle stretch is divided along the chain that led to its end: where forward waits for weights that wait for
         their update, the time until the update ends is the update's.
         """
+        seconds: dict[str, float] = {}
+        for _, label, part in self._stretches():
+            seconds[label] = seconds.get(label, 0.0) + part
+        return {label: total for label, total in seconds.items() if total > 0}
+
+    def launch_gaps(self) -> dict[str, float]:
+        """Seconds in which compute was idle because nobody had launched anything, by the operation that then came.
+
+        The longest gaps first; the first operation's is the turn of the step.
+        """
+        gaps = {span.name: part for span, label, part in self._stretches() if label == LAUNCH_GAPS and part > 0}
+        return dict(sorted(gaps.items(), key=lambda gap: -gap[1]))
+
+    def _stretches(self) -> Iterator[tuple[Span, str, float]]:
+        """Every compute operation with the stretches of idle time before it, by cause, and with its own time."""
         compute = sorted((s for s in self.spans if s.resource == "compute"), key=lambda span: span.start)
         chains = _Chains(self.spans, self.step_seconds)
-        seconds: dict[str, float] = {}
         clock = compute[-1].end - self.step_seconds if compute else 0.0
         for span in compute:
             if span.start > clock:
                 for reason, lost in chains.idle(clock, span):
-                    seconds[reason] = seconds.get(reason, 0.0) + lost
-            label = BUSY[span.kind]
-            busy = span.end - max(span.start, clock)
-            seconds[label] = seconds.get(label, 0.0) + max(busy, 0.0)
+                    yield span, reason, lost
+            yield span, BUSY[span.kind], max(span.end - max(span.start, clock), 0.0)
             clock = max(clock, span.end)
-        return {label: total for label, total in seconds.items() if total > 0}
 
     def lost_seconds(self) -> dict[str, float]:
         """The part of the breakdown in which the compute resource waited, by cause: all causes, 0 for most."""

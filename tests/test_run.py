@@ -16,7 +16,7 @@ from analysis.tables import deviations, error_share
 from executor import checkpoint
 from executor.config import TrainConfig
 from executor.huggingface import initialise
-from executor.launch import launch
+from executor.launch import TOLD_GAPS, launch
 from executor.measure import measure
 from executor.run import Interrupted
 from executor.run_directory import load_run
@@ -120,6 +120,10 @@ def test_a_run_leaves_its_record_metrics_timelines_checkpoint_and_a_model_that_l
     assert found is not None
     error = error_share(expected.step_seconds, found.step_seconds)  # the report's
     assert any(line.startswith("step time") and line.endswith(f" {error:+.1%}") for line in said)
+    gaps = run.measured.launch_gaps()
+    told = [line for line in said if line.startswith("idle for want of launches: ")]
+    assert len(told) == (sum(gaps.values()) > TOLD_GAPS * run.measured.step_seconds)
+    assert all(f" before {next(iter(gaps))}" in line for line in told)
 
     progress, tensors = checkpoint_tensors(tmp_path / "run" / "checkpoints", model)
     assert (progress.step, progress.applied_steps) == (8, 8)

@@ -39,6 +39,21 @@ def test_time_between_operations_that_wait_for_nothing_is_a_launch_gap() -> None
     assert step.breakdown() == {"launch gaps": 2.0, "forward": 4.0, "backward": 4.0}
 
 
+def test_launch_gaps_are_told_by_what_came_after_them() -> None:
+    step = timeline(
+        12.0,
+        span("load_weights.2", 0, 5),
+        span("update.0", 0.5, 1),
+        span("forward.1", 1, 3),
+        span("forward.2", 6, 8, cause="load_weights.2"),
+        span("backward.1", 10, 11.5),
+    )
+    # What waits for a load is no launch gap; the step's turn is before its first operation.
+    assert step.launch_gaps() == {"backward.1": 2.0, "update.0": 1.0}
+    assert list(step.launch_gaps()) == ["backward.1", "update.0"]
+    assert sum(step.launch_gaps().values()) == step.breakdown()["launch gaps"]
+
+
 def test_on_one_thread_idle_time_is_what_ran_instead() -> None:
     step = timeline(
         12.0,
