@@ -8,7 +8,7 @@ from planner.base_policy import base_policy
 from planner.coefficients import BlockBytes, BlockCosts, Coefficients, LevelCosts, MemoryTable
 from planner.keeping import ON_HOST, SAVED_ON_HOST, Keeping, allowed_levels, depth_first, save_level
 from planner.outlines import Outline
-from simulator.costs import OperationCosts
+from simulator.costs import OperationCosts, comparable_levels
 from simulator.model import ModelSpec
 from simulator.placement import place
 from simulator.policy import Policy, Workload
@@ -41,7 +41,7 @@ class CoefficientTable:
         costs: OperationCosts | None = None,
     ) -> None:
         self.model, self.workload, self.prices_of = model, workload, prices_of
-        self._measured_levels = costs.measured_levels(workload.sequence_length) if costs is not None else frozenset()
+        self._levels = comparable_levels(workload, costs)
         self._first_of_kind = {model.kind_of_block[block]: block for block in reversed(range(model.num_blocks))}
         self._by_rows: dict[int, Coefficients] = {}
         self._memory: dict[tuple[bool, bool, bool], MemoryTable] = {}
@@ -52,7 +52,7 @@ class CoefficientTable:
         if rows not in self._by_rows:
             self._by_rows[rows] = self._price_rows(outline)
         priced = self._by_rows[rows]
-        levels = allowed_levels(self.workload, outline, self._measured_levels)
+        levels = allowed_levels(self._levels, outline)
         return replace(
             priced,
             outline=outline,
@@ -66,7 +66,7 @@ class CoefficientTable:
         model = self.model
         prices = self.prices_of(base_policy(model, self.workload, outline))
         every = Outline(outline.micro_batch_rows, outline.groups, depth_first=True, saved_waits=True)
-        levels = allowed_levels(self.workload, every, self._measured_levels)
+        levels = allowed_levels(self._levels, every)
         layer_kinds = sorted({model.kind_of_block[block] for block in model.layers})
         own_clips = self.workload.clipping != "global"
         blocks = {kind: _block_costs(prices, model, block, own_clips) for kind, block in self._first_of_kind.items()}

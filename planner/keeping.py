@@ -4,10 +4,11 @@ A layer of the topmost, depth-first ones keeps one micro-batch's, any other its 
 alone waits on the host; else all that the level saves does, of one micro-batch at a time.
 """
 
+from collections.abc import Sequence
 from typing import Literal, cast
 
 from planner.outlines import Outline
-from simulator.policy import EAGER_SAVE_LEVELS, SAVE_LEVELS, SaveLevel, Workload
+from simulator.policy import SAVE_LEVELS, SaveLevel
 
 Keeping = (
     SaveLevel
@@ -51,20 +52,14 @@ def on_host(how: Keeping) -> Keeping:
     return cast(Keeping, f"{how}_on_host")
 
 
-def allowed_levels(workload: Workload, outline: Outline, measured: frozenset[str] = frozenset()) -> tuple[Keeping, ...]:
-    """Ways to keep that a layer may take: all six levels compiled, the two ends eager; with sparse checkpoints 'input'.
+def allowed_levels(levels: Sequence[SaveLevel], outline: Outline) -> tuple[Keeping, ...]:
+    """Ways to keep that a layer may take at these save levels; with sparse checkpoints 'input'.
 
     What 'input' keeps may wait on the host, but that of a depth-first layer, which is small. What other levels save may
     where the outline says so.
-
-    Where both ends were `measured`, those that were not are left out: a roofline among measured prices would win or
-    lose by its own error. A table with fewer comes from runs, which tell nothing of the levels they did not use.
     """
     if outline.checkpoint_interval > 1:
         return ("input", "input_on_host")
-    levels: tuple[SaveLevel, ...] = tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
-    if measured >= {levels[0], levels[-1]}:
-        levels = tuple(level for level in levels if level in measured)
     found: list[Keeping] = list(levels)
     if "input" in levels:
         found.append("input_on_host")

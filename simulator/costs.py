@@ -17,7 +17,7 @@ from simulator.freezing import unfrozen
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
 from simulator.placement import gradients_written_once
-from simulator.policy import Policy, Workload
+from simulator.policy import EAGER_SAVE_LEVELS, SAVE_LEVELS, Policy, SaveLevel, Workload
 from simulator.program import Buffer, Kind, Operation, Role
 from simulator.replay import Price, Sharing
 from simulator.roofline import Roofline
@@ -61,14 +61,28 @@ class OperationCosts(Schema):
         shorter, longer = sorted((self.device_name.split(), device_name.split()), key=len)
         return longer[: len(shorter)] != shorter
 
-    def measured_levels(self, sequence_length: int) -> frozenset[str]:
-        """Save levels of which a layer's backward was measured with sequences of this length, or at all where none was.
-
-        A measurement tells nothing of other lengths (attention grows with their squares), but of other micro-batches.
-        """
+    def measured_levels(self, sequence_length: int | None = None) -> frozenset[str]:
+        """Save levels of which a layer's backward was measured, with sequences of this length or of any."""
+        ends = "" if sequence_length is None else f"x{sequence_length}"
         keys = [key.split(".") for key in self.entries if key.startswith(f"{Kind.BACKWARD.value}.layer.")]
-        such = frozenset(level for *_, level, tokens in keys if tokens.endswith(f"x{sequence_length}"))
-        return such or frozenset(level for *_, level, _ in keys)
+        return frozenset(level for *_, level, tokens in keys if tokens.endswith(ends))
+
+
+def comparable_levels(workload: Workload, costs: OperationCosts | None = None) -> tuple[SaveLevel, ...]:
+    """Save levels whose prices can be held against each other: of all six compiled, of the two ends eager.
+
+    Where both ends were measured, at the sequences' length or else at any, those that were not are left out: a roofline
+    among measured prices would win or lose by its own error. A table with fewer comes from runs, which tell nothing of
+    the levels they did not use.
+    """
+    levels: tuple[SaveLevel, ...] = tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS
+    if costs is None:
+        return levels
+    for length in (workload.sequence_length, None):
+        measured = costs.measured_levels(length)
+        if measured >= {levels[0], levels[-1]}:
+            return tuple(level for level in levels if level in measured)
+    return levels
 
 
 def _first(pair: tuple[int, MeasuredCost]) -> int:

@@ -8,18 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from simulator.build import build
-from simulator.costs import OperationCosts, Pricing
+from simulator.costs import OperationCosts, Pricing, comparable_levels
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
-from simulator.policy import (
-    EAGER_SAVE_LEVELS,
-    HEAD_CHUNK_TOKENS,
-    SAVE_LEVELS,
-    Policy,
-    SaveLevel,
-    Workload,
-    uniform_policy,
-)
+from simulator.policy import HEAD_CHUNK_TOKENS, Policy, SaveLevel, Workload, uniform_policy
 from simulator.predict import device_peak_bytes
 from simulator.program import Kind, Program, StepProgram
 from simulator.replay import replay
@@ -88,9 +80,10 @@ def ideal_steps(
 ) -> list[IdealStep]:
     """The sweep over micro-batches and save levels, the fastest first, also those that do not fit.
 
-    A row longer than a size is a micro-batch of its own; a step smaller than a size is one micro-batch.
+    A row longer than a size is a micro-batch of its own; a step smaller than a size is one micro-batch. Without
+    `levels` they are all whose prices are comparable.
     """
-    levels = levels or (tuple(SAVE_LEVELS) if workload.compiled else EAGER_SAVE_LEVELS)
+    levels = levels or comparable_levels(workload, costs)
     sizes = {min(max(1, tokens // workload.sequence_length), workload.rows_per_step) for tokens in SWEEP_TOKENS}
     found = []
     for rows in sorted(rows for rows in sizes if workload.rows_per_step % rows == 0):

@@ -22,7 +22,7 @@ from planner.keeping import DEPTH_FIRST, ON_HOST, SAVED_ON_HOST, Keeping, allowe
 from planner.outlines import Outline, outlines
 from planner.plan import Limits
 from simulator.activations import hidden_bytes
-from simulator.costs import Pricing
+from simulator.costs import Pricing, comparable_levels
 from simulator.placement import place
 from simulator.policy import MIN_STATE_SLOTS, Policy
 from simulator.predict import StepFigures, device_process_bytes, host_process_bytes, predict
@@ -82,7 +82,7 @@ class Exhaustion:
 
     @cached_property
     def keepings(self) -> tuple[Keeping, ...]:
-        return allowed_levels(self.case.workload, self.outline)
+        return allowed_levels(comparable_levels(self.case.workload), self.outline)
 
     @cached_property
     def pricing(self) -> Pricing:

@@ -8,18 +8,22 @@ import torch
 from plain_trainer import plain_train
 from tiny_models import tiny_config as tiny_model_config
 
+import simulator
 from analysis.bench import bench, load_matrix, table
 from analysis.plain_torch import BETAS, EPSILON, PlainTorch
 from executor.ideal import measure_ideal
 from executor.planes import split_planes
 from executor.record import RunRecord, load_results
 from executor.run import Run
+from simulator.costs import OperationCosts, comparable_levels
 from simulator.errors import InputError, OutOfMemory
 from simulator.hardware import load_hardware
 from simulator.ideal import ideal_steps
-from simulator.model import model_spec
-from simulator.policy import Workload
+from simulator.model import load_model_spec, model_spec
+from simulator.policy import SAVE_LEVELS, Workload
 from tests.tiny import tiny_batches, tiny_config
+
+CATALOGUE = Path(simulator.__file__).parent / "catalogue"
 
 
 @pytest.fixture
@@ -190,6 +194,25 @@ def test_the_sweep_of_the_ideal_holds_every_micro_batch_and_level_that_divide_th
     assert len(steps) == 18
     seconds = [step.step_seconds for step in steps]
     assert seconds == sorted(seconds)
+
+
+def test_the_ideal_is_not_sought_at_levels_that_were_not_measured_where_others_were() -> None:
+    model = load_model_spec(CATALOGUE / "models/qwen2.5-7b.json")
+    costs = OperationCosts.load(CATALOGUE / "costs/qwen2.5-7b-h200.json")
+
+    def levels(sequence_length: int) -> set[str]:
+        workload = Workload(
+            sequence_length=sequence_length, tokens_per_step=3 * 32768, gradient_format="bf16", compiled=True
+        )
+        return {step.save_level for step in ideal_steps(model, workload, load_hardware("h200"), costs)}
+
+    assert levels(32768) == {"keep", "budget_70", "input"}
+    assert levels(1024) == costs.measured_levels(1024) == {"keep", "budget_70", "budget_50", "input"}
+    assert levels(8192) == costs.measured_levels()  # one end only was measured there
+    assert costs.measured_levels(8192) == {"keep", "budget_70", "budget_50"}
+    fewer = {key: cost for key, cost in costs.entries.items() if ".input." not in key}
+    workload = Workload(sequence_length=1024, tokens_per_step=32768, gradient_format="bf16", compiled=True)
+    assert comparable_levels(workload, costs.model_copy(update={"entries": fewer})) == tuple(SAVE_LEVELS)
 
 
 def test_plain_torch_follows_a_plainer_trainer() -> None:

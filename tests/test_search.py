@@ -291,7 +291,7 @@ def test_levels_that_were_not_measured_are_left_out_where_both_ends_were() -> No
     # What was measured with sequences of another length says nothing of these.
     longer = {key.replace("8x1024", "1x32768"): cost for key, cost in costs.entries.items() if "8x1024" in key}
     assert "budget_70" not in levels(costs.model_copy(update={"entries": some | longer}))
-    assert "budget_70" in costs.model_copy(update={"entries": longer}).measured_levels(1024)
+    assert "budget_70" in costs.model_copy(update={"entries": longer}).measured_levels()
 
 
 @pytest.mark.parametrize("on", [True, False])
