@@ -380,6 +380,9 @@ def _ablation_lines(result: RowResult) -> Iterator[str]:
         yield "without one means each, and of the speed above:"
     for name, found in result.ablations.items():
         words = f"  {ABLATIONS[name].words}"
+        if len(words) > _CASE:
+            yield words
+            words = ""
         if isinstance(found, str):
             yield f"{words:{_CASE}} {found}"
         elif found.measured is None or found.predicted is None or whole is None:

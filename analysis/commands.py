@@ -143,6 +143,12 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         runs = [load_run(run) for run in arguments.calibrate]
         require_same_device(runs, hardware)
+        if costs is None:
+            print(
+                "conveyor: --calibrate: without --costs only what the runs did is measured, and all else computed from "
+                "the machine's profile, so that another policy may look faster than it is; name costs of `measure` too",
+                file=sys.stderr,
+            )
         costs = fold_runs(runs, costs)
     _say_limits_above(hardware, arguments)
     if costs is not None and costs.other_device(hardware.device.name):

@@ -285,7 +285,7 @@ def comparison(plan: Plan, outcome: Outcome, predicted: Timeline) -> list[str]:
             for word, seconds in (("predicted", predicted_seconds), ("measured", measured_seconds))
         ]
         lines.append(f"  {kind.replace('_', ' '):30}{cells[0]:>14}{cells[1]:>13}")
-    gaps = outcome.timeline.launch_gaps()
+    gaps = outcome.timeline.launch_gaps() if plan.hardware.execution == "streams" else {}
     if sum(gaps.values()) > TOLD_GAPS * outcome.timeline.step_seconds:
         places = ", ".join(f"{format_seconds(seconds)} before {name}" for name, seconds in islice(gaps.items(), 3))
         lines.append(f"idle for want of launches: {format_seconds(sum(gaps.values()))}, of it {places}")

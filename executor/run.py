@@ -212,6 +212,8 @@ class Run:
                 finished(trainer.step(batch, record=record))
                 if step == first:
                     set_aside()
+                    if not trainer.runner.pipelined:  # else it passes beside the step, which the GPU times
+                        clock = time.perf_counter()
                 evaluated = False
                 if self.inputs.evaluation_due(step + 1) and not stop.is_made:
                     finished(trainer.drain())

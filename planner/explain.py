@@ -295,7 +295,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         + (f"; runs folded in: {', '.join(plan.costs.folded_runs)}" if plan.costs and plan.costs.folded_runs else "")
     )
     counts = plan.solver.counts
+    by = f"{plan.solver.name} {plan.solver.version}".strip()
     yield (
-        f"found by {plan.solver.name} {plan.solver.version}: {counts['outlines']} outlines, {counts['solves']} solved, "
+        f"found by {by}: {counts['outlines']} outlines, {counts['solves']} solved, "
         f"{counts['replays']} replayed; {plan.solver.status}"
     )

@@ -48,12 +48,12 @@ class StepFigures(Schema):
     """A step in figures; the same keys whether predicted, measured or ideal. Peaks cover the whole run."""
 
     step_seconds: float = pydantic.Field(gt=0)
-    tflops: float  # 6 N T / seconds / 1e12
-    tflops_with_attention: float
-    tokens_per_second: float  # measured: without padding
-    device_peak_bytes: int
-    host_peak_bytes: int
-    nvme_peak_bytes: int = 0
+    tflops: float = pydantic.Field(ge=0)  # 6 N T / seconds / 1e12
+    tflops_with_attention: float = pydantic.Field(ge=0)
+    tokens_per_second: float = pydantic.Field(ge=0)  # measured: without padding
+    device_peak_bytes: int = pydantic.Field(ge=0)
+    host_peak_bytes: int = pydantic.Field(ge=0)
+    nvme_peak_bytes: int = pydantic.Field(default=0, ge=0)
     breakdown_seconds: dict[str, float] = pydantic.Field(default_factory=dict)
 
 

@@ -102,6 +102,17 @@ def test_record_refuses_what_is_incomplete(changes, complaint):
         record(**changes)
 
 
+@pytest.mark.parametrize("key", ["tflops", "tokens_per_second", "device_peak_bytes", "host_peak_bytes"])
+def test_figures_below_nothing_are_refused_by_name(tmp_path, key):
+    path = tmp_path / "box.json"
+    append_result(path, record())
+    damaged = json.loads(path.read_text())
+    damaged[0]["measured"][key] = -1
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(InputError, match=rf"0\.measured\.{key}"):
+        load_results(path)
+
+
 def test_installed_versions_are_those_of_the_imported_libraries():
     import numpy
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,14 @@ def test_pythons_collector_walks_nothing_that_was_there_before_the_steps(
     assert seen == {"1": 1, "2": 0, "3": 0}
     assert gc.get_freeze_count() == before
     assert any(found is stays for found in gc.get_objects())
+
+
+def test_what_the_collector_takes_after_the_first_step_is_no_part_of_the_second(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executor.run.gc.collect", lambda: time.sleep(2))
+    found = run(run_config(text, tmp_path / "run", max_steps=3), planned, model)
+    assert all(row["seconds"] < 2 for row in found.metrics)
 
 
 def test_every_step_s_line_is_complete(tmp_path: Path, text: Path, model: ModelSpec, planned: Plan) -> None:

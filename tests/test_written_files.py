@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from front_door import content, training
+from front_door import WORKLOAD, content, training
 
 from executor.folder import discard, taken_folder
+from planner.calibrate import fold_runs, load_run
+from planner.plan import Plan
 from simulator.files import write_whole
 from simulator.hardware import load_hardware
 
@@ -47,6 +49,17 @@ def test_a_plan_is_not_written_over_what_it_is_made_from(given, tmp_path, compla
     said = complaint("plan", *named, *sizes, "--output", output)
     assert f"--output: {output} is what {option} names, and would be lost" in said
     assert content(tmp_path) == before
+
+
+def test_a_plan_from_a_run_alone_says_what_nobody_measured(given, tmp_path, complaint):
+    (tmp_path / "run").mkdir()
+    shutil.copy(given / "plan.json", tmp_path / "run")
+    Plan.load(given / "plan.json").replay().timeline.save(tmp_path / "run" / "timeline.json")
+    asked = ["plan", "--model", given / "model", *WORKLOAD, "--calibrate", tmp_path / "run"]
+    assert complaint(*asked, code=0).startswith("conveyor: --calibrate: without --costs only what the runs did is ")
+    costs = tmp_path / "costs.json"
+    fold_runs([load_run(tmp_path / "run")]).save(costs)
+    assert complaint(*asked, "--costs", costs, code=0) == ""
 
 
 def test_a_trace_is_not_written_over_the_plan(given, complaint):
