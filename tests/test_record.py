@@ -157,7 +157,7 @@ def test_damaged_results_get_one_sentence_and_stay_as_they_were(tmp_path, conten
         ("/mnt/my data/run 1", "run 1"),
         ("~/models/qwen", "qwen"),
         ("/home/a/b.json: cannot be read (No such file)", "b.json: cannot be read (No such file)"),
-        ("disk full at '/var/tmp/x/step-3', see (/var/log/y.txt)", "disk full at 'step-3', see (y.txt)"),
+        ("disk full at '/srv/x/step-3', see (/var/log/y.txt)", "disk full at 'step-3', see (y.txt)"),
         ("config=/etc/a/run.yaml failed", "config=run.yaml failed"),
         ("50 GB/s h2d/d2h and 6 N T / seconds", "50 GB/s h2d/d2h and 6 N T / seconds"),
         ("https://example.org/a/b and data/train.jsonl", "https://example.org/a/b and data/train.jsonl"),
