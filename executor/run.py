@@ -19,6 +19,7 @@ import torch
 from executor import checkpoint
 from executor.adamw import step_scalars
 from executor.config import TrainConfig
+from executor.data.ahead import batches_ahead
 from executor.evaluation import all_batches, evaluations_without_improvement
 from executor.huggingface import export, initialise, load_weights, state_sink
 from executor.loggers import Logger, open_loggers
@@ -182,6 +183,7 @@ class Run:
             step_progress(self.say, num_steps=self.num_steps, steps_done=first) as progress,
             stop_requests() as stop,
             spared_collector() as set_aside,
+            batches_ahead(self.dataset, num_steps=self.num_steps) as batch_of,
         ):
             self.log = self._step_log(stop.heard(progress.say))
             clock = time.perf_counter()
@@ -203,7 +205,7 @@ class Run:
             for step in range(first, self.num_steps):
                 self.saved.writer.raise_failure()
                 asked = time.perf_counter()
-                batch = self.dataset.batch(step)
+                batch = batch_of(step)
                 data_waits[step] = time.perf_counter() - asked
                 steady = trainer.pending or step in (first, self.num_steps - 1)
                 record = bool(to_record) and step >= to_record[0] and steady

@@ -25,10 +25,13 @@ from simulator.timeline import MemoryPoint, Span
 Function = Callable[[Operation], None]
 # A wait that no one ends is a fault: give up after this long without any progress.
 PATIENCE_SECONDS = 600.0
-# Compute operations launched and not finished, at most. CUDA queues 1,024 launches, and torch launches its compiled
+# Layers' operations launched and not finished, at most. CUDA queues 1,024 launches, and torch launches its compiled
 # kernels with the interpreter lock held: a full queue behind a wait for the worker would keep from the worker the
 # lock that it needs to end that wait. A layer's operation is some 20 to 60 launches.
 LAUNCH_AHEAD = 8
+# What an operation of a few launches counts for: a step begins and ends with some ten of them, which the GPU works off
+# within a millisecond or two. Counted in full they would be all that it has to do at the turn of the step.
+LIGHT = 1 / 4
 
 
 class Runner(Protocol):
@@ -129,6 +132,13 @@ class _Launches(NamedTuple):
     before: dict[str, Launched]
 
 
+def _weight(operation: Operation) -> float:
+    """An operation's launches, of a layer's."""
+    if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
+        return LIGHT if operation.block == 0 else 1.0  # block 0 is the embedding
+    return LIGHT if operation.kind in (Kind.FINISH_GRADIENT, Kind.CLIP, Kind.REPORT) else 1.0
+
+
 class StreamRunner:
     """Runs programs on three CUDA streams and one worker thread."""
 
@@ -150,13 +160,11 @@ class StreamRunner:
         self.launched: dict[str, Launched] = {}  # this step
         self.launched_before: dict[str, Launched] = {}  # the step before
         self._begun: set[Resource] = set()  # streams on which something of this step was launched
-        # Ends of compute operations that may not have finished, each with the newest host operation awaited by then.
-        self._ahead: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._awaited = 0  # the newest host operation that a stream waits for
+        self._ahead: deque[Launched] = deque()  # compute operations that may not have finished
+        self._awaited = dict.fromkeys(self.streams, 0)  # the newest host operation that what a stream does waits for
         self._recorded: dict[str, Launched] = {}
         self._reference: tuple[torch.cuda.Event, float] | None = None
-        # Programs with the ones before and their reports, that nobody has waited for, and the host operation awaited.
-        self._reports: deque[tuple[_Launches, torch.cuda.Event, int]] = deque()
+        self._reports: deque[tuple[_Launches, Launched]] = deque()  # programs whose reports nobody has waited for
         self._report_clock: tuple[torch.cuda.Event, float] | None = None  # an event, and when it was
         self._reported: tuple[_Launches, torch.cuda.Event] | None = None  # and an event from before all of it
         self._epoch: torch.cuda.Event | None = None  # the report before that of `_report_clock`
@@ -181,18 +189,17 @@ class StreamRunner:
 
     def _launch(self, operation: Operation, record: bool) -> Launched:
         stream = self.streams[operation.resource]
+        waits = [found for found in map(self._find, operation.waits) if found is not None]
+        newest = max([self._awaited[operation.resource], *(awaited.awaited for awaited in waits)])
+        launched = Launched(operation, awaited=newest)
+        self._awaited[operation.resource] = newest
         if operation.resource is Resource.COMPUTE:
-            self._keep_queue_short(operation)
-        for wait in operation.waits:
-            awaited = self._find(wait)
-            if awaited is None:
-                continue
+            self._keep_queue_short(launched)
+        for awaited in waits:
             if awaited.end is not None:
                 stream.wait_event(awaited.end)
             else:
                 self.stream_wait.until(stream, self.worker.finished_word, awaited.number, self.worker)
-                self._awaited = max(self._awaited, awaited.number)
-        launched = Launched(operation)
         with torch.cuda.stream(stream):
             # What waits, and what begins a program, tells in every step how long its stream did nothing.
             if record or operation.waits or operation.resource not in self._begun:
@@ -204,24 +211,25 @@ class StreamRunner:
             launched.end = torch.cuda.Event(enable_timing=True, blocking=True)
             launched.end.record(stream)
         if operation.resource is Resource.COMPUTE:
-            self._ahead.append((launched.end, self._awaited))
+            self._ahead.append(launched)
         if operation.kind is Kind.REPORT:
-            self._reports.append((_Launches(self.launched, self.launched_before), launched.end, self._awaited))
+            self._reports.append((_Launches(self.launched, self.launched_before), launched))
         if record:
             launched.device_bytes = self.device_bytes()
         return launched
 
-    def _keep_queue_short(self, operation: Operation) -> None:
-        """Wait, without the interpreter lock, until what is queued leaves room for the operation's launches."""
-        while len(self._ahead) >= LAUNCH_AHEAD:
-            self._wait_for(*self._ahead.popleft())
-        if operation.kind is Kind.LOSS:  # its many chunks can fill the queue alone
-            self.worker.wait_until(self._awaited)
+    def _keep_queue_short(self, launched: Launched) -> None:
+        """Wait, without the interpreter lock, until what is queued leaves room for an operation's launches."""
+        while sum(_weight(ahead.operation) for ahead in self._ahead) >= LAUNCH_AHEAD:
+            self._wait_for(self._ahead.popleft())
+        if launched.operation.kind is Kind.LOSS:  # its many chunks can fill the queue alone
+            self.worker.wait_until(launched.awaited)
 
-    def _wait_for(self, end: torch.cuda.Event, awaited: int) -> None:
+    def _wait_for(self, launched: Launched) -> None:
         # The worker first: its progress is watched, and without it a stream would hold this thread for ever.
-        self.worker.wait_until(awaited)
-        end.synchronize()
+        self.worker.wait_until(launched.awaited)
+        assert launched.end is not None, "only streams' operations are waited for"
+        launched.end.synchronize()
 
     def _find(self, wait: Wait) -> Launched | None:
         return (self.launched if wait.step_offset == 0 else self.launched_before).get(wait.operation)
@@ -239,14 +247,15 @@ class StreamRunner:
         Returns when it was there, on the clock of time.perf_counter: by the GPU's clock from the report before, since
         the launching thread may look much later.
         """
-        launched, end, awaited = self._reports.popleft()
-        self._wait_for(end, awaited)
+        launches, report = self._reports.popleft()
+        self._wait_for(report)
         self.worker.raise_failure()
         assert self._report_clock is not None
+        assert report.end is not None
         event, clock = self._report_clock
         # A program's first copies may run before the report of the one before, and surely after that one's start.
-        self._reported, self._epoch = (launched, self._epoch or event), event
-        self._report_clock = end, clock + event.elapsed_time(end) / 1e3
+        self._reported, self._epoch = (launches, self._epoch or event), event
+        self._report_clock = report.end, clock + event.elapsed_time(report.end) / 1e3
         return self._report_clock[1]
 
     def reported_spans(self) -> list[Span]:
@@ -314,7 +323,7 @@ class HostWorker:
 
     def submit(self, operation: Operation, waits: Sequence[Launched | None]) -> Launched:
         self.submitted += 1
-        launched = Launched(operation, number=self.submitted)
+        launched = Launched(operation, number=self.submitted, awaited=self.submitted)
         self._queue.put((launched, waits))
         return launched
 

@@ -22,6 +22,7 @@ class Launched:
     start: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
     number: int = 0
+    awaited: int = 0  # the newest host operation without whose end this one cannot end; a host operation's own number
     seconds: list[float] = field(default_factory=list)  # host operations: start and end
     device_bytes: int = 0  # allocated when it was launched: compute allocates in stream order, so also when it ran
 

@@ -1,5 +1,6 @@
 """The stream runner's own bookkeeping, with stand-ins for CUDA's streams and events that finish at once."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -62,7 +63,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[[Function], StreamRunner
     monkeypatch.setattr(executor.runner.StreamWait, "until", lambda self, stream, word, number, worker: None)
 
     def make(update: Function) -> StreamRunner:
-        functions = dict.fromkeys((Kind.FORWARD, Kind.LOSS, Kind.REPORT), lambda operation: None)
+        functions = dict.fromkeys(Kind, lambda operation: None)
         return StreamRunner({**functions, Kind.UPDATE: update}, torch.device("cuda"), device_bytes=lambda: 0)
 
     return make
@@ -113,4 +114,47 @@ def test_an_update_that_never_ends_is_given_up(
     with pytest.raises(ConveyorError, match="the host worker made no progress"):
         found.run(program())
     monkeypatch.setattr(executor.runner, "PATIENCE_SECONDS", 600.0)
+    found.close()
+
+
+def test_compute_is_launched_while_copies_alone_wait_for_the_worker(
+    runner: Callable[[Function], StreamRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    independent = threading.Event()
+    in_time: list[bool] = []
+    found = runner(lambda operation: in_time.append(independent.wait(5.0)))
+    launch = found.functions[Kind.FORWARD]
+
+    def forward(operation: Operation) -> None:
+        if operation.name == "forward.last":
+            independent.set()
+        launch(operation)
+
+    monkeypatch.setattr(found, "functions", {**found.functions, Kind.FORWARD: forward})
+    names = [*(f"forward.{number}" for number in range(NUM_FORWARDS)), "forward.last"]
+    operations = [
+        Operation("update", Kind.UPDATE, Resource.HOST),
+        Operation("load", Kind.LOAD_WEIGHTS, Resource.H2D, waits=(Wait("update", 0),)),
+        *(Operation(name, Kind.FORWARD, Resource.COMPUTE, block=1) for name in names),
+        Operation("loss", Kind.LOSS, Resource.COMPUTE, waits=(Wait("load", 0),)),
+    ]
+    found.run(Program("first", tuple(operations), {}))
+    # The loss waits for the load, and so for the update, before it is launched.
+    assert found.worker.finished == 1
+    assert in_time == [True]
+    found.close()
+
+
+@pytest.mark.parametrize(("kind", "block", "waited"), [(Kind.FORWARD, 1, 20), (Kind.FORWARD, 0, 0), (Kind.CLIP, -1, 0)])
+def test_what_is_a_few_launches_takes_no_layers_place_in_the_queue(
+    runner: Callable[[Function], StreamRunner], monkeypatch: pytest.MonkeyPatch, kind: Kind, block: int, waited: int
+) -> None:
+    ended: list[Event] = []
+    monkeypatch.setattr(Event, "synchronize", lambda event: ended.append(event))
+    found = runner(lambda operation: None)
+    count = executor.runner.LAUNCH_AHEAD + 20
+    operations = [Operation(f"{kind}.{n}", kind, Resource.COMPUTE, block=block) for n in range(count)]
+    before = len(ended) + 1  # the clock's own event, when a program starts
+    found.run(Program("first", tuple(operations), {}))
+    assert len(ended) - before == waited
     found.close()
