@@ -41,6 +41,10 @@ class Problem:
         """The same problem with another workload."""
         return Problem(self.model, workload, self.hardware, self.limits, self.costs)
 
+    def on(self, hardware: HardwareProfile, costs: OperationCosts | None) -> "Problem":
+        """The same problem on another machine."""
+        return Problem(self.model, self.workload, hardware, self.limits, costs)
+
     def _prices(self, policy: Policy) -> Pricing:
         return Pricing(self.model, self.workload, policy, self.hardware, self.costs)
 

@@ -7,6 +7,7 @@ from typing import Any
 from planner.base_policy import base_policy
 from planner.baselines import baselines
 from planner.branch import Found, Search
+from planner.firm import firmer
 from planner.infeasible import explain_infeasible
 from planner.outlines import Outline, outlines
 from planner.plan import GREEDY, Baseline, Bound, Limits, Plan, SolverReport, plan_inputs
@@ -58,6 +59,7 @@ def plan(
     found = search.run()
     if found is None:
         raise explain_infeasible(problem, solver=version is not None, with_suggestions=with_suggestions)
+    found = firmer(problem, found, tolerance=gap)
     searched = time.perf_counter()
     rivals: dict[str, Baseline] = baselines(problem, solver=version is not None) if with_baselines else {}
     return Plan(
