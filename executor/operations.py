@@ -16,6 +16,7 @@ from executor.layer import LayerTemplates, tensor_views
 from executor.memory import Memory, block_state
 from executor.saved import SavedLayer
 from executor.store import plane_dtype, tensor_view
+from executor.streams import write_to_host
 from simulator.model import ModelSpec
 from simulator.policy import Policy, SaveLevel
 from simulator.program import Kind, Operation, Resource
@@ -56,6 +57,7 @@ class Operations:
         # Steps applied so far, per set of scalars: a skipped step does not count, and only the device knows.
         self.counts = {suffix: torch.zeros((), dtype=torch.int64, device=memory.device) for suffix in memory.scalars}
         self.norm = torch.zeros((), dtype=torch.float64, device=memory.device)
+        self.reported = torch.zeros(2, dtype=torch.float64, device=memory.device)  # loss and norm
         self.saved_bytes: dict[str, int] = {}  # of places on the host, what is used now
         # Called before a block's state changes: a checkpoint that is being written may have to read it first.
         self.before_update: Callable[[int], None] = lambda block: None
@@ -261,7 +263,7 @@ class Operations:
             scalars=scalars,
             norm=self.norm,
         )
-        memory.host_scalars[suffix].copy_(scalars, non_blocking=True)
+        write_to_host(memory.host_scalars[suffix], scalars)
 
     def update(self, operation: Operation) -> None:
         memory, block = self.memory, operation.block
@@ -287,10 +289,11 @@ class Operations:
 
     def report(self, operation: Operation) -> None:
         memory = self.memory
-        memory.report[self.parity, 0].copy_(memory.loss, non_blocking=True)
         # With layerwise or no clipping nobody has put the norm together yet.
         norm = self.norm if self.policy.clipping == "global" else memory.norms.sum().sqrt()
-        memory.report[self.parity, 1].copy_(norm, non_blocking=True)
+        self.reported[0].copy_(memory.loss)
+        self.reported[1].copy_(norm)
+        write_to_host(memory.report[self.parity], self.reported)
 
     def _place_ahead(self, operation: Operation, like: torch.Tensor) -> torch.Tensor | None:
         """Memory for what a layer at level `input` passes on, taken before the layer runs; None where it need not be.

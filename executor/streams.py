@@ -1,10 +1,12 @@
-"""Letting a CUDA stream wait for a host thread, through the driver's stream memory operations."""
+"""What CUDA streams and the host tell each other: that a host thread is done, and a few values."""
 
 import ctypes
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ, compared as a cyclic difference
 
@@ -13,7 +15,7 @@ class Worker(Protocol):
     def wait_until(self, number: int) -> None: ...
 
 
-@lru_cache(maxsize=1)
+@cache
 def _driver_wait() -> Any | None:
     """cuStreamWaitValue32 of the driver, or None where the driver or the device does not offer it."""
     try:
@@ -47,3 +49,28 @@ class StreamWait:
                 return
             self.blocking = True
         worker.wait_until(number)
+
+
+def write_to_host(target: Tensor, source: Tensor) -> None:
+    """Copy a few values into pinned host memory, on the source's current stream, without waiting for them.
+
+    `target` is contiguous and of the source's shape and dtype. The device's processors write them: in the queue of its
+    copy engine they would stand behind whole gradients on their way out, and compute with them. On the CPU, and without
+    Triton, a copy.
+    """
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(f"{tuple(source.shape)} {source.dtype} does not go into {tuple(target.shape)} {target.dtype}")
+    kernel = _write_kernel() if source.is_cuda and target.is_pinned() else None
+    if kernel is None:
+        target.copy_(source, non_blocking=True)
+    else:
+        kernel(target, source)
+
+
+@cache
+def _write_kernel() -> Callable[[Tensor, Tensor], None] | None:
+    try:
+        from executor.kernels.triton_write import run_write as kernel
+    except ImportError:  # whoever lacks Triton has been told by the optimizer
+        return None
+    return kernel
