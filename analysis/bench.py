@@ -359,7 +359,7 @@ def table(results: Sequence[RowResult]) -> str:
             lines.append(
                 f"{case:{_CASE}} {ideal:>7} {plain:>7} {_tflops(figures.tflops):>7} {ratio:>9} "
                 f"{_tflops(record.predicted.tflops):>10} "
-                f"{record.predicted.step_seconds / figures.step_seconds - 1:>+7.1%} "
+                f"{record.predicted.tflops / figures.tflops - 1:>+7.1%} "
                 f"{format_bytes(figures.device_peak_bytes):>10} {format_bytes(figures.host_peak_bytes):>10}"
             )
             lost = {cause: s for cause, s in figures.breakdown_seconds.items() if cause.startswith("waiting")}
@@ -391,7 +391,7 @@ def _ablation_lines(result: RowResult) -> Iterator[str]:
             yield (
                 f"{words:{_CASE}} {'':>7} {'':>7} {_tflops(found.measured.tflops):>7} "
                 f"{whole.step_seconds / found.measured.step_seconds:>9.1%} {_tflops(found.predicted.tflops):>10} "
-                f"{found.predicted.step_seconds / found.measured.step_seconds - 1:>+7.1%} "
+                f"{found.predicted.tflops / found.measured.tflops - 1:>+7.1%} "
                 f"{format_bytes(found.measured.device_peak_bytes):>10} "
                 f"{format_bytes(found.measured.host_peak_bytes):>10}"
             )

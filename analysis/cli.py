@@ -37,8 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(
-            command.name, help=command.summary, description=f"{command.summary.capitalize()}.", allow_abbrev=False
-        )
+            command.name, help=command.summary, allow_abbrev=False,
+            description=f"{command.summary[:1].upper()}{command.summary[1:]}.",
+        )  # fmt: skip
         command.add_options(subparser)
     return parser
 

@@ -91,6 +91,7 @@ def _say_limits_above(hardware: "HardwareProfile", arguments: argparse.Namespace
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a run and print, or write, what was found; and answer what is asked beside."""
+    from analysis.options import WHAT_IF_FOLDER
     from analysis.questions import largest, longest, progress_lines, require_folder, said_after_a_while, sweeps
     from executor.folder import require_no_input, require_writable
     from executor.run_plan import allowed_bytes
@@ -119,8 +120,10 @@ def plan(arguments: argparse.Namespace) -> int:
         measured = [Path(run, name) for run in arguments.calibrate for name in ("plan.json", "timeline.json")]
         inputs = {**_model_and_hardware_files(arguments), "--costs": [arguments.costs], "--calibrate": measured}
         require_no_input(arguments.output, inputs, what="--output")
+    if arguments.figures is not None and not arguments.what_if:
+        raise InputError("--figures: has no effect without --what-if, whose figures it is for; leave it out")
     if arguments.what_if:
-        require_folder(Path(arguments.figures), what="--figures")
+        require_folder(Path(arguments.figures or WHAT_IF_FOLDER), what="--figures")
     hardware = load_hardware(arguments.hardware)
     price = price_of(hardware, arguments.price_per_hour)
     if arguments.model.encode("utf-8", "replace").decode() != arguments.model:  # the plan names it, in UTF-8
@@ -179,7 +182,7 @@ def plan(arguments: argparse.Namespace) -> int:
             print(price.of(found.prediction))
         if arguments.output:
             print(f"written to {arguments.output}")
-    for answer in sweeps(task, arguments.what_if, Path(arguments.figures), price, report):
+    for answer in sweeps(task, arguments.what_if, Path(arguments.figures or WHAT_IF_FOLDER), price, report):
         print(f"{answer}\n")
     if arguments.largest:
         print(largest(task, read_model_config(arguments.model), arguments.freeze, price, report))

@@ -31,7 +31,7 @@ from analysis.tables import share_text
 from executor.run_directory import RECORD
 from simulator.errors import InputError
 
-# Kinds of operation that take less of every step than this stand in the table only: their shares are noise.
+# Kinds of operation that take less of the median step than this stand in the table only: their shares are noise.
 DRAWN_SHARE = 0.005
 
 _MARKERS: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def _reason(attempt: Attempt) -> str:
 def drawings(found: Sequence[Attempt]) -> Iterator[Drawing]:
     """Step times and errors; then errors by kind of operation, where runs tell of them."""
     yield _errors(found)
-    if any(pair.share >= DRAWN_SHARE for pairs in kind_seconds(found).values() for pair in pairs.values()):
+    if _drawn_kinds(found):
         yield _kind_errors(found)
 
 
@@ -106,7 +106,7 @@ def _errors(found: Sequence[Attempt]) -> Drawing:
         _draw_step_times(axes[0], groups, failed)
         for axis, item in zip(axes[1:], shown, strict=True):
             _draw_errors(axis, item, groups, failed)
-            axis.set_xlim(0.5, len(found) + 0.5)
+            axis.set_xlim(0, len(found) + 1)
             if axis is not axes[1]:
                 axis.sharex(axes[1])
             if axis is not axes[-1]:
@@ -117,7 +117,7 @@ def _errors(found: Sequence[Attempt]) -> Drawing:
     caption = (
         "Predicted against measured step time, a point a run, on the line where a prediction is exact; below, the "
         "errors of step time and peaks. Grey is what is aimed at: for peaks nothing below 0. Attempts without a "
-        "measurement stand at the edge, at their prediction, and are crossed out below."
+        "measurement stand at the edge, at their prediction, and below at the lower edge."
     )
     table = summary(found)
     words = "; ".join(
@@ -142,7 +142,7 @@ def _draw_step_times(axis: Axes, groups: Mapping[str, Sequence[Attempt]], failed
     band = FIGURES[0].median
     axis.fill_between(
         ends, [end * (1 - band) for end in ends], [end * (1 + band) for end in ends],
-        color=LIGHT_GREY, linewidth=0, label=f"within {100 * band:.0f} %",
+        color=LIGHT_GREY, linewidth=0, label="aimed at",
     )  # fmt: skip
     axis.plot(ends, ends, color="#606060", linewidth=0.8, label="predicted = measured")
     for group, members in points.items():
@@ -155,12 +155,17 @@ def _draw_step_times(axis: Axes, groups: Mapping[str, Sequence[Attempt]], failed
         axis.set_yscale("log")
         for one in (axis.xaxis, axis.yaxis):
             one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            one.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+            # Over less than two decades those of the decades alone would leave an axis with one label.
+            one.set_minor_formatter(FuncFormatter(_few_labels if high < 100 * low else lambda value, _: ""))
     axis.set_xlim(low, high)
     axis.set_ylim(low, high)
     axis.set_xlabel("measured step time (s)")
     axis.set_ylabel("predicted step time (s)")
     axis.grid()
+
+
+def _few_labels(value: float, _: int) -> str:
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _draw_errors(axis: Axes, item: Figure, groups: Mapping[str, Sequence[Attempt]], failed: Sequence[Attempt]) -> None:
@@ -169,21 +174,24 @@ def _draw_errors(axis: Axes, item: Figure, groups: Mapping[str, Sequence[Attempt
     for group, members in groups.items():
         shares = [100 * attempt.error(item.key) for attempt in members]
         axis.plot([attempt.number for attempt in members], shares, linestyle="none", **_MARKERS[group])
-    axis.plot([attempt.number for attempt in failed], [0.0] * len(failed), **_FAILED)
     low, high = axis.get_ylim()
+    # At the edge: at a height of the axis' own they would look like errors.
+    crosses = {**_FAILED, "transform": axis.get_xaxis_transform(), "clip_on": False}
+    axis.plot([attempt.number for attempt in failed], [0.0] * len(failed), **crosses)
     reach = 1.15 * max(-low, high, 200 * item.median)
     axis.set_ylim(max(-reach, -1.15 * max(100.0, high / 4)), reach)  # no error is below -100 %
     axis.set_ylabel(f"{item.title},\nerror (%)")
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
     axis.grid(axis="y")
 
 
+def _drawn_kinds(found: Sequence[Attempt]) -> dict[str, list[KindSeconds]]:
+    every = {kind: list(pairs.values()) for kind, pairs in kind_seconds(found).items()}
+    return {k: pairs for k, pairs in every.items() if statistics.median(pair.share for pair in pairs) >= DRAWN_SHARE}
+
+
 def _kind_errors(found: Sequence[Attempt]) -> Drawing:
-    drawn: dict[str, list[KindSeconds]] = {
-        kind: [pair for pair in pairs.values() if pair.share >= DRAWN_SHARE]
-        for kind, pairs in kind_seconds(found).items()
-    }
-    drawn = {kind: pairs for kind, pairs in drawn.items() if pairs}
+    drawn = _drawn_kinds(found)
     titles = []
     with settings():
         figure = new_figure(1.3 + 0.42 * len(drawn))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 # simulator.policy has them too, and imports what `--help` need not wait for.
 SAVE_LEVELS = ("keep", "budget_70", "budget_50", "budget_30", "budget_10", "input")
+WHAT_IF_FOLDER = "what-if"  # where figures go that nobody has named a place for
 
 
 class Command(NamedTuple):
@@ -133,9 +134,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "link-bandwidth=16GB/s..64GB/s:4 (evenly spaced); more keys: sequence-length, host-memory, host-bandwidth; may "
         "be given again",
     )  # fmt: skip
-    questions.add_argument(
-        "--figures", metavar="DIR", default="what-if", help="where figures and CSV of --what-if go [%(default)s]"
-    )
+    questions.add_argument("--figures", metavar="DIR", help=f"where figures and CSV of --what-if go [{WHAT_IF_FOLDER}]")
     questions.add_argument("--largest", action="store_true", help="the deepest model of this width that fits")
     questions.add_argument("--longest-sequence", action="store_true", help="the longest sequence that fits")
     questions.add_argument("--price-per-hour", metavar="PRICE", type=price, help="of the machine; adds cost per token")

@@ -206,6 +206,11 @@ class LayerTemplates:
                 if self.model.positions is not None and positions is not None:
                     _add_rows(views[self.model.positions.name], positions[chunk], part)
 
+    def embed_backward_launches(self, num_tokens: int) -> int:
+        """How many kernels `embed_backward` launches on CUDA for so many tokens, at most."""
+        tables = 1 if self.model.positions is None else 2
+        return 16 * tables * -(-num_tokens // _EMBEDDING_CHUNK_TOKENS)
+
     def forward(
         self, block: int, flat: Tensor, hidden: Tensor, level: SaveLevel, documents: Documents | None = None
     ) -> tuple[Tensor, SavedLayer]:

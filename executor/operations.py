@@ -14,6 +14,7 @@ from executor.gradients import accumulate, finish_gradient
 from executor.head import HeadTemplate
 from executor.layer import LayerTemplates, tensor_views
 from executor.memory import Memory, block_state
+from executor.runner import LAYER_LAUNCHES
 from executor.saved import SavedLayer
 from executor.store import plane_dtype, tensor_view
 from executor.streams import write_to_host
@@ -83,6 +84,24 @@ class Operations:
             Kind.UPDATE: self.update,
             Kind.REPORT: self.report,
         }
+
+    def launches(self, operation: Operation) -> int:
+        """How many kernels a compute operation launches on CUDA, at most, events beside it counted.
+
+        With Triton: without it no launch holds the interpreter lock, which is what the count is for.
+        """
+        match operation.kind:
+            case Kind.FORWARD if operation.block == 0:
+                return 60 if self.templates.packed else 10
+            case Kind.BACKWARD if operation.block == 0:
+                return 10 + self.templates.embed_backward_launches(self.memory.tokens[0, 0].numel())
+            case Kind.FINISH_GRADIENT:
+                return 15 + sum(tensor.frozen for tensor in self.model.block(operation.block).tensors)
+            case Kind.CLIP:
+                return 30 + self.memory.norms.numel()
+            case Kind.REPORT:
+                return 15
+        return LAYER_LAUNCHES
 
     def load_batch(self, operation: Operation) -> None:
         memory, m = self.memory, operation.micro_batch

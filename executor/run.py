@@ -183,9 +183,9 @@ class Run:
             step_progress(self.say, num_steps=self.num_steps, steps_done=first) as progress,
             stop_requests() as stop,
             spared_collector() as set_aside,
-            batches_ahead(self.dataset, num_steps=self.num_steps) as batch_of,
         ):
             self.log = self._step_log(stop.heard(progress.say))
+            batch_of = batches_ahead(self.dataset, num_steps=self.num_steps)
             clock = time.perf_counter()
 
             def finished(result: StepResult | None) -> None:

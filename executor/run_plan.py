@@ -17,7 +17,8 @@ from simulator.errors import InputError
 from simulator.hardware import HardwareProfile, load_hardware
 from simulator.hardware_check import CAPACITY_TOLERANCE
 from simulator.model import ModelSpec, read_model_config
-from simulator.probe import current_device, current_host, probe
+from simulator.probe import current_device, current_host
+from simulator.probe_apart import probe_apart
 
 # What finds that a name leads nowhere; what else is wrong with data is found when they are read.
 _READ_BY: dict[str, Callable[[str], object]] = {
@@ -93,7 +94,7 @@ def new_plan(
         )
         folder = folder or Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
-        hardware = probe(folder / PROFILE)
+        hardware = probe_apart(folder / PROFILE)
     limits = Limits(
         device_memory_bytes=allowed_bytes("device_memory", config.device_memory, hardware.device.memory_bytes),
         host_memory_bytes=allowed_bytes("host_memory", config.host_memory, hardware.usable_host_bytes),

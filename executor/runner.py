@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,13 +26,11 @@ from simulator.timeline import MemoryPoint, Span
 Function = Callable[[Operation], None]
 # A wait that no one ends is a fault: give up after this long without any progress.
 PATIENCE_SECONDS = 600.0
-# Layers' operations launched and not finished, at most. CUDA queues 1,024 launches, and torch launches its compiled
-# kernels with the interpreter lock held: a full queue behind a wait for the worker would keep from the worker the
-# lock that it needs to end that wait. A layer's operation is some 20 to 60 launches.
-LAUNCH_AHEAD = 8
-# What an operation of a few launches counts for: a step begins and ends with some ten of them, which the GPU works off
-# within a millisecond or two. Counted in full they would be all that it has to do at the turn of the step.
-LIGHT = 1 / 4
+# Launches of compute operations that have not finished, at most. CUDA queues 1,024, events among them, and torch
+# launches its compiled kernels with the interpreter lock held: a full queue behind a wait for the worker would keep
+# from the worker the lock that it needs to end that wait.
+QUEUED_LAUNCHES = 540
+LAYER_LAUNCHES = 60  # of a layer's operation, at most
 
 
 class Runner(Protocol):
@@ -132,24 +131,26 @@ class _Launches(NamedTuple):
     before: dict[str, Launched]
 
 
-def _weight(operation: Operation) -> float:
-    """An operation's launches, of a layer's."""
-    if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
-        return LIGHT if operation.block == 0 else 1.0  # block 0 is the embedding
-    return LIGHT if operation.kind in (Kind.FINISH_GRADIENT, Kind.CLIP, Kind.REPORT) else 1.0
-
-
 class StreamRunner:
-    """Runs programs on three CUDA streams and one worker thread."""
+    """Runs programs on three CUDA streams and one worker thread.
+
+    `launches` tells how many launches a compute operation is, at most.
+    """
 
     pipelined = True
 
     def __init__(
-        self, functions: Mapping[Kind, Function], device: torch.device, *, device_bytes: Callable[[], int]
+        self,
+        functions: Mapping[Kind, Function],
+        device: torch.device,
+        *,
+        device_bytes: Callable[[], int],
+        launches: Callable[[Operation], int] = lambda operation: LAYER_LAUNCHES,
     ) -> None:
         self.functions = functions
         self.device = device
         self.device_bytes = device_bytes
+        self.launches = launches
         self.streams = {
             Resource.COMPUTE: torch.cuda.Stream(device, priority=-1),
             Resource.H2D: torch.cuda.Stream(device),
@@ -220,7 +221,8 @@ class StreamRunner:
 
     def _keep_queue_short(self, launched: Launched) -> None:
         """Wait, without the interpreter lock, until what is queued leaves room for an operation's launches."""
-        while sum(_weight(ahead.operation) for ahead in self._ahead) >= LAUNCH_AHEAD:
+        room = QUEUED_LAUNCHES - self.launches(launched.operation)
+        while self._ahead and sum(self.launches(ahead.operation) for ahead in self._ahead) > room:
             self._wait_for(self._ahead.popleft())
         if launched.operation.kind is Kind.LOSS:  # its many chunks can fill the queue alone
             self.worker.wait_until(launched.awaited)
@@ -299,8 +301,11 @@ class StreamRunner:
         ]
 
     def close(self) -> None:
-        """End the worker thread."""
+        """End the worker thread, and wait for what still runs: memory that it writes to may be given back then."""
         self.worker.close()
+        with suppress(RuntimeError):  # of a device at fault
+            for stream in self.streams.values():
+                stream.synchronize()
 
 
 class HostWorker:

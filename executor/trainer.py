@@ -86,7 +86,7 @@ class Trainer:
         self.operations = Operations(model, policy, self.memory, self.templates, optimization, host_threads=threads)
         functions, device_bytes = self.operations.functions(), self.memory.device_bytes
         self.runner: Runner = (
-            StreamRunner(functions, device, device_bytes=device_bytes)
+            StreamRunner(functions, device, device_bytes=device_bytes, launches=self.operations.launches)
             if device.type == "cuda"
             else InlineRunner(functions, device, device_bytes=device_bytes)
         )

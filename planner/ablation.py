@@ -53,11 +53,9 @@ ABLATIONS: dict[str, _Ablation] = {
     "one-save-level": _Ablation(
         "one save level", lambda p: len(set(p.save_levels)) == 1, tuple(map(only_level, SAVE_LEVELS))
     ),
-    "host-optimizer": _Ablation(
-        "every update on the host", lambda p: set(p.optimizer_homes) == {"host"}, (all_on_host,)
-    ),
+    "host-optimizer": _Ablation("host updates only", lambda p: set(p.optimizer_homes) == {"host"}, (all_on_host,)),
     "checkpoint-interval-1": _Ablation(
-        "every layer's input kept",
+        "all inputs kept",
         lambda p: p.checkpoint_interval == 1,
         allowed=lambda outline: outline.checkpoint_interval == 1,
     ),
@@ -67,7 +65,7 @@ ABLATIONS: dict[str, _Ablation] = {
         allowed=lambda outline: not outline.depth_first,
     ),
     "no-waiting-activations": _Ablation(
-        "all activations on the device",
+        "no waiting activations",
         lambda p: "host" not in p.activation_homes,
         (_no_activations_wait,),
         allowed=lambda outline: not outline.saved_waits,

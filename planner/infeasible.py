@@ -57,7 +57,7 @@ def explain_infeasible(problem: Problem, *, solver: bool, with_suggestions: bool
 def _more(problem: Problem, needed: Mapping[Tier, int], tier: Tier) -> str:
     """More of one tier, and whether it is more than the machine has: then no limit can be raised so far."""
     has = _capacity(problem, tier)
-    beyond = f" ({problem.hardware.name} has {format_bytes(has)})" if needed[tier] > has else ""
+    beyond = f" (the machine has {format_bytes(has)})" if needed[tier] > has else ""
     return f"{_size(needed[tier])} of {tier} memory{beyond}"
 
 

@@ -75,6 +75,10 @@ class Problem:
             self._figures[policy] = self.predict(policy).figures
         return self._figures[policy]
 
+    def replayed(self) -> list[tuple[Policy, StepFigures]]:
+        """Every policy replayed so far, first ones first, with what its replay found."""
+        return list(self._figures.items())
+
     def predict(self, policy: Policy) -> Prediction:
         """The policy's replay, with its timeline and program."""
         prediction = predict(self.model, self.workload, policy, self.hardware, self.costs)

@@ -59,7 +59,8 @@ def plan(
     found = search.run()
     if found is None:
         raise explain_infeasible(problem, solver=version is not None, with_suggestions=with_suggestions)
-    found = firmer(problem, found, tolerance=gap)
+    found = firmer(problem, found, tolerance=gap, solver=version is not None)
+    search.counts["replays"] = problem.num_replays
     searched = time.perf_counter()
     rivals: dict[str, Baseline] = baselines(problem, solver=version is not None) if with_baselines else {}
     return Plan(

@@ -292,8 +292,12 @@ class Pricing:
 
 
 def _check_costs(costs: OperationCosts, model: ModelSpec, workload: Workload) -> None:
+    if costs.shape != shape_hash(model):
+        raise InputError(
+            f"costs: measured for layers of another model (shape {costs.shape}; this model's are {shape_hash(model)}); "
+            "measure this one"
+        )
     for what, measured, wanted in (
-        ("layer shape", costs.shape, shape_hash(model)),
         ("precision", costs.precision, workload.precision),
         ("execution", _execution(costs.compiled), _execution(workload.compiled)),
     ):

@@ -36,6 +36,9 @@ HOST_COMPILER_BYTES = 2272 * MIB
 # of the matrix libraries, pieces of files. Measured: 62 MB on a CPU with two cores, 22 M parameters.
 TRAINING_PROCESS_BYTES = 96 * MIB
 
+# Tokens, labels and positions of a batch, int64: one in use and one that is being made.
+BATCH_BYTES_PER_TOKEN = 24
+
 # Weights and state pass in pieces when they are drawn, read or saved; no more of them than this is under way at a time.
 PIECES_BYTES = 256 * MIB
 
@@ -206,14 +209,14 @@ def set_aside_bytes(model: ModelSpec, workload: Workload, policy: Policy) -> int
 
 
 def host_process_bytes(model: ModelSpec, workload: Workload, hardware: HardwareProfile) -> int:
-    """The bare process, the compiler, and what is on its way in or out.
+    """The bare process, the compiler, what is on its way in or out, a step's batch and the next one.
 
     Where a GPU's layers are compiled, that is later than the model is loaded, and more than passes then.
     """
     beside = transit_bytes(model)
     if _compiles_for_a_gpu(workload, hardware):
         beside = max(beside, HOST_COMPILER_BYTES + TRAINING_PROCESS_BYTES)
-    return round(hardware.host_base_bytes.value) + beside
+    return round(hardware.host_base_bytes.value) + beside + 2 * BATCH_BYTES_PER_TOKEN * workload.tokens_per_step
 
 
 def _compiles_for_a_gpu(workload: Workload, hardware: HardwareProfile) -> bool:

@@ -19,12 +19,12 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 def test_batches_are_the_data_sets_own_also_from_the_middle(dataset: Dataset) -> None:
-    with batches_ahead(dataset, num_steps=6) as batch:
-        for step in (2, 3, 4, 5):
-            found, expected = batch(step), dataset.batch(step)
-            assert torch.equal(found.tokens, expected.tokens)
-            assert torch.equal(found.labels, expected.labels)
-            assert (found.num_targets, found.num_tokens) == (expected.num_targets, expected.num_tokens)
+    batch = batches_ahead(dataset, num_steps=6)
+    for step in (2, 3, 4, 5):
+        found, expected = batch(step), dataset.batch(step)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.labels, expected.labels)
+        assert (found.num_targets, found.num_tokens) == (expected.num_targets, expected.num_tokens)
 
 
 def test_the_next_batch_is_made_while_a_step_runs_and_none_after_the_last(
@@ -38,11 +38,11 @@ def test_the_next_batch_is_made_while_a_step_runs_and_none_after_the_last(
         return make(step)
 
     monkeypatch.setattr(dataset, "batch", batch_of)
-    with batches_ahead(dataset, num_steps=3) as batch:
-        batch(0)
-        assert made[1].wait(10.0)  # nobody has asked for it yet
-        batch(1)
-        batch(2)
+    batch = batches_ahead(dataset, num_steps=3)
+    batch(0)
+    assert made[1].wait(10.0)  # nobody has asked for it yet
+    batch(1)
+    batch(2)
     assert made[2].is_set()
     assert not made[3].is_set()
 
@@ -58,7 +58,7 @@ def test_what_is_wrong_with_a_batch_is_raised_where_it_is_asked_for(
         return make(step)
 
     monkeypatch.setattr(dataset, "batch", batch_of)
-    with batches_ahead(dataset, num_steps=3) as batch:
-        batch(0)
-        with pytest.raises(InputError, match="cannot be read"):
-            batch(1)
+    batch = batches_ahead(dataset, num_steps=3)
+    batch(0)
+    with pytest.raises(InputError, match="cannot be read"):
+        batch(1)

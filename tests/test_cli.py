@@ -88,7 +88,7 @@ def test_options_of_plan() -> None:
         "price_per_hour": 2.5,
     }
     least = parse(PLAN.split())
-    assert (least.explain, least.what_if, least.figures) == (False, [], "what-if")
+    assert (least.explain, least.what_if, least.figures) == (False, [], None)
     assert (least.largest, least.longest_sequence, least.price_per_hour) == (False, False, None)
     assert (least.device_memory, least.host_memory, least.nvme_memory) == (None, None, 0)
     assert (least.state_format, least.gradient_format, least.clipping) == ("fp32", "fp32", "global")

@@ -244,7 +244,11 @@ def test_every_origin_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "told"),
-    [({"shape": "0123456789abcdef"}, "layer shape"), ({"precision": "fp32"}, "fp32"), ({"compiled": False}, "eager")],
+    [
+        ({"shape": "0123456789abcdef"}, "layers of another model"),
+        ({"precision": "fp32"}, "fp32"),
+        ({"compiled": False}, "eager"),
+    ],
 )
 def test_costs_of_something_else_are_refused(changes: dict[str, Any], told: str) -> None:
     case = toy_case(2)

@@ -394,3 +394,12 @@ def test_a_limit_above_what_the_machine_has_is_told_and_planned_with_what_it_has
     assert "--host-memory: 4.9 TiB is more than" in err
     assert "cpu-2-core" in err
     assert complaint(*line, "--host-memory", "2GiB", code=0) == ""
+
+
+def test_figures_without_a_question_that_draws_them_are_refused(complaint, tmp_path):
+    said = complaint(
+        "plan", "--model", ROOT / "simulator/catalogue/models/llama-3.2-1b.json", "--hardware", "h200",
+        "--sequence-length", 128, "--tokens-per-step", 1024, "--figures", tmp_path / "figures",
+    )  # fmt: skip
+    assert "--figures: has no effect without --what-if, whose figures it is for; leave it out" in said
+    assert not (tmp_path / "figures").exists()

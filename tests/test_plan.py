@@ -46,7 +46,7 @@ def test_a_plan_takes_no_more_of_the_host_than_may_be_pinned_and_the_bare_proces
     # Below what fits: what the machine has is what may be used, and a re-solve with more is of a machine with more.
     small = with_pinned(20 * GIB)
     limits = Limits(device_memory_bytes=24 * GIB, host_memory_bytes=small.usable_host_bytes)
-    has = re.escape(f"GiB of host memory (h200 has {format_bytes(small.usable_host_bytes)})")
+    has = re.escape(f"GiB of host memory (the machine has {format_bytes(small.usable_host_bytes)})")
     with pytest.raises(InfeasiblePlan, match=has):
         plan(seven_billion(), WORKLOAD, small, limits, with_baselines=False, with_suggestions=False)
     task = Task(seven_billion(), WORKLOAD, hardware, default_limits(hardware))

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import simulator.probe_apart
 from simulator.bench.bench import CPU_SCALE, CUDA_SCALE, QUICK_SCALE, Scale
 from simulator.bench.disk import measure_disk
 from simulator.bench.timing import Lane, concurrent_rates, copy_lane, steps_per_second
-from simulator.errors import InputError
+from simulator.errors import ConveyorError, InputError
 from simulator.hardware import HardwareProfile, load_hardware
 from simulator.hardware_table import describe
 from simulator.probe import current_device, current_host, probe
-from simulator.system import host_memory_limit_bytes
+from simulator.probe_apart import probe_apart
+from simulator.system import host_memory_limit_bytes, process_tree_bytes
 from simulator.units import MIB
 
 
@@ -128,3 +130,23 @@ def test_a_probe_of_a_gpu_knows_its_context_backends_and_pageable_link(
     assert {point.backend for point in profile.attention if point.precision == "bf16"} >= {"flash", "efficient"}
     assert profile.link.pageable is not None
     assert any("refused" in line for line in lines)  # flash and cuDNN take no fp32
+
+
+def test_a_probe_apart_says_the_same_and_leaves_this_process_as_small_as_it_was(tmp_path: Path) -> None:
+    before = process_tree_bytes()
+    profile = probe_apart(tmp_path / "hardware.json", quick=True)
+    assert process_tree_bytes() - before < 16 * MIB
+    assert profile == load_hardware(tmp_path / "hardware.json")
+    assert profile.device == current_device()
+    assert profile.host == current_host()
+
+
+def test_a_probe_apart_raises_what_the_probe_raises(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^probe: .*no/such"):
+        probe_apart(tmp_path / "no/such" / "hardware.json", quick=True)
+
+
+def test_a_probe_apart_that_dies_is_a_failure_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator.probe_apart, "_PROBE", "import os, sys; os.kill(os.getpid(), 9)")
+    with pytest.raises(ConveyorError, match="probe: its process ended with -9"):
+        probe_apart(tmp_path / "hardware.json")

@@ -26,7 +26,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         profile.save(path)
         return profile
 
-    monkeypatch.setattr(executor.run_plan, "probe", probe)
+    monkeypatch.setattr(executor.run_plan, "probe_apart", probe)
     return written
 
 
