@@ -54,7 +54,7 @@ Count = Annotated[int, pydantic.Field(gt=0)]
 class Row(Schema):
     """One workload of the matrix."""
 
-    case: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    case: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)]  # names folders
     model: str  # a Hugging Face folder or its config.json
     num_layers: Count | None = None  # the model cut to its first layers
     sequence_length: Count
@@ -111,7 +111,7 @@ def load_matrix(path: Path | str) -> Matrix:
     try:
         return Matrix.model_validate(dict(read_yaml_mapping(path).values))
     except pydantic.ValidationError as error:
-        raise InputError(f"{path}: {describe(error)}") from error
+        raise InputError(f"{path}: {describe(error, keys=list(Row.model_fields))}") from error
 
 
 def bench(

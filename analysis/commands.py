@@ -336,7 +336,7 @@ def bench(arguments: argparse.Namespace) -> int:
                     f"--case {case}: {arguments.matrix} has no such row{did_you_mean(nearest_name(case, cases))}"
                 )
         rows = tuple(row for row in rows if row.case in arguments.case)
-    ablations = tuple(ABLATIONS) if arguments.ablate == ["all"] else tuple(arguments.ablate)
+    ablations = tuple(ABLATIONS) if "all" in arguments.ablate else tuple(arguments.ablate)
     for name in ablations:
         require_known(name)
     found = run_bench(

@@ -62,7 +62,8 @@ def timelines(run: Run) -> Drawing:
         axes = figure.subplots(len(present), 1, sharex=True, squeeze=False)[:, 0]
         for axis, (title, timeline) in zip(axes, present.items(), strict=True):
             _draw_lanes(axis, timeline, resources, kinds, outlined, scale, rasterized=len(spans) > _MAX_SHAPES)
-            axis.set_title(f"{title}: {format_duration(timeline.step_seconds)} a step")
+            which = "the recorded step, " if title == "measured" else ""
+            axis.set_title(f"{title}: {which}{format_duration(timeline.step_seconds)}")
             axis.set_xlim(0, end * scale)
         axes[-1].set_xlabel(f"time since the step began ({unit})")
         named: dict[Look, list[str]] = {}

@@ -10,8 +10,8 @@ from analysis.style import BLUE, LINE_COLOURS, SKY, VERMILLION, Drawing, new_fig
 from executor.run_directory import Run
 from simulator.errors import InputError
 
-# A mean reaches over this part of a run's steps on each side; shorter runs are drawn as they are.
-SMOOTHED_SHARE = 40
+# A mean is of this part of a run's steps, up to each; runs of fewer steps than twice this are drawn as they are.
+SMOOTHED_SHARE = 20
 
 _LINE_STYLES = ("-", "--", "-.", ":")
 
@@ -31,25 +31,25 @@ def loss(run: Run) -> Drawing:
         raise InputError(f"{run.name}: has no losses to draw")
     steps, values = list(finite), list(finite.values())
     lost = [row["step"] for row in run.metrics if row["step"] not in finite]
-    window = len(values) // SMOOTHED_SHARE  # on each side; short runs are drawn as they are
+    window = len(values) // SMOOTHED_SHARE
+    smoothed = window > 1
     with settings():
         figure = new_figure(2.9)
         axis = figure.subplots()
         few = len(steps) <= 40
         axis.plot(
-            steps, values, color=SKY if window else BLUE, linewidth=1.0,
+            steps, values, color=SKY if smoothed else BLUE, linewidth=1.0,
             marker="o" if few else None, markersize=3, label="each step",
         )  # fmt: skip
-        if window:
-            axis.plot(
-                steps, _running_mean(values, window), color=BLUE, linewidth=1.8, label=f"mean of {2 * window + 1} steps"
-            )
+        if smoothed:
+            mean = _running_mean(values, window)
+            axis.plot(steps, mean, color=BLUE, linewidth=1.8, label=f"mean of the last {window} steps")
         if lost:
             axis.plot(
                 lost, [min(values)] * len(lost), linestyle="none", marker="x", color=VERMILLION,
                 label="not finite: skipped",
             )  # fmt: skip
-        if window or lost:
+        if smoothed or lost:
             axis.legend(loc="upper right")
         axis.margins(x=0.01)
         axis.set_xlabel("step")
@@ -62,13 +62,15 @@ def loss(run: Run) -> Drawing:
 
 
 def loss_comparison(runs: Sequence[Run]) -> Drawing:
-    """The losses of all runs that have some on one axis, smoothed as each is alone, numbered as in the table.
+    """The losses of all runs that have some on one axis, smoothed as the shortest is, numbered as in the table.
 
     Raises InputError where no run has any.
     """
     curves = {number: losses(run) for number, run in enumerate(runs, start=1) if losses(run)}
     if not curves:
         raise InputError("no run has losses to draw")
+    # Of as many steps in every run: equal losses are one curve.
+    window = max(1, min(map(len, curves.values())) // SMOOTHED_SHARE)
     with settings():
         figure = new_figure(2.9 + 0.2 * len(curves))
         axis = figure.subplots()
@@ -77,7 +79,7 @@ def loss_comparison(runs: Sequence[Run]) -> Drawing:
             label = fill(f"{number}. {runs[number - 1].record.case}", 44)
             style = _LINE_STYLES[place % len(_LINE_STYLES)]  # seven colours, four styles: 28 differ
             axis.plot(
-                list(finite), _running_mean(values, len(values) // SMOOTHED_SHARE), linewidth=1.6, linestyle=style,
+                list(finite), _running_mean(values, window), linewidth=1.6, linestyle=style,
                 color=LINE_COLOURS[place % len(LINE_COLOURS)], label=label,
             )  # fmt: skip
         axis.margins(x=0.01)
@@ -87,7 +89,8 @@ def loss_comparison(runs: Sequence[Run]) -> Drawing:
         axis.grid()
         figure.legend(loc="outside lower left", ncols=1)
     alt = ". ".join(f"Run {number}: loss {_words(finite)}" for number, finite in curves.items()) + "."
-    caption = "Training loss by step, a line a run; long runs are drawn as running means."
+    means = f", as means of the last {window} steps" if window > 1 else ""
+    caption = f"Training loss by step, a line a run{means}."
     return Drawing("losses", "Losses compared", caption, alt, figure)
 
 
@@ -99,10 +102,9 @@ def _words(finite: Mapping[int, float]) -> str:
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of up to `window` values on each side and the value itself, at each place; fewer near the ends, evenly."""
+    """Mean of up to `window` values that end at each place."""
     found = []
     for at in range(len(values)):
-        reach = min(window, at, len(values) - 1 - at)
-        part = values[at - reach : at + reach + 1]
+        part = values[max(0, at - window + 1) : at + 1]
         found.append(sum(part) / len(part))
     return found

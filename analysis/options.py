@@ -160,7 +160,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("matrix", metavar="matrix.yaml", help="workloads: rows of case, model, sequence_length, ...")
+    parser.add_argument("matrix", metavar="matrix.yaml", help="workloads: docs/benchmark.md has the keys of a row")
     parser.add_argument(
         "--hardware", metavar="NAME|FILE", required=True, help="a catalogue name or a profile of `conveyor probe`"
     )

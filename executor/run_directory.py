@@ -126,7 +126,8 @@ def load_run(directory: Path | str) -> Run:
     if not directory.is_dir():
         raise InputError(f"{directory}: there is no such run directory")
     if not (directory / RECORD).is_file():
-        started = (directory / PLAN).exists() or (directory / METRICS).exists()
+        # A plan alone may be one that `plan` wrote there.
+        started = (directory / CONFIG).exists() or (directory / METRICS).exists()
         unfinished = "the run has not finished; if it was killed, train with resume=auto goes on with it"
         reason = unfinished if started else "this is not a run directory"
         raise InputError(f"{directory}: has no {RECORD}; {reason}")

@@ -19,6 +19,7 @@ from simulator.hardware_check import CAPACITY_TOLERANCE
 from simulator.model import ModelSpec, read_model_config
 from simulator.probe import current_device, current_host
 from simulator.probe_apart import probe_apart
+from simulator.units import format_bytes
 
 # What finds that a name leads nowhere; what else is wrong with data is found when they are read.
 _READ_BY: dict[str, Callable[[str], object]] = {
@@ -114,12 +115,19 @@ def allowed_bytes(name: str, asked: int | None, capacity_bytes: int) -> int:
 
 def _require_same_settings(config: TrainConfig, earlier: TrainConfig) -> None:
     changed = [
-        f"{key} is {now!r}, was {before!r}"
+        f"{key} is {_shown(now)}, was {_shown(before)}"
         for key in _PLANNED_FOR
         if (now := getattr(config, key)) != (before := getattr(earlier, key))
     ]
     if changed:
         raise InputError("; ".join(changed))
+
+
+def _shown(value: str | int | None) -> str:
+    """A setting as its user writes it; numbers are sizes."""
+    if value is None:
+        return "not set"
+    return format_bytes(value) if isinstance(value, int) else value
 
 
 def _require_same_machine(config: TrainConfig, planned: HardwareProfile) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -11,7 +11,19 @@ import pydantic
 from simulator.errors import InputError
 from simulator.files import write_whole
 from simulator.json_text import RepeatedKey, parse_json
-from simulator.nearest import did_you_mean, nearest_path
+from simulator.nearest import did_you_mean, nearest_name, nearest_path
+
+# In our words what pydantic says in its own: of what a file lacks, and of what is of another kind.
+_MESSAGES = {
+    "missing": "is missing",
+    "extra_forbidden": "unknown key",
+    "too_short": "has too few entries, it needs {min_length}",
+    "tuple_type": "is not a list",
+    "list_type": "is not a list",
+    "dict_type": "is not a table of keys",
+    "model_type": "is not a table of keys",
+    "model_attributes_type": "is not a table of keys",
+}
 
 
 class Schema(pydantic.BaseModel):
@@ -63,10 +75,11 @@ def validated(schema: type[AnySchema], **values: Any) -> AnySchema:
         raise InputError(describe(error)) from error
 
 
-def describe(error: pydantic.ValidationError, *, most: int | None = None) -> str:
+def describe(error: pydantic.ValidationError, *, most: int | None = None, keys: Collection[str] = ()) -> str:
     """One line for the mistakes of a validation error: `key: what is wrong; key: ...`; beyond `most` only counted.
 
-    A file of another kind has dozens: a few say so, unknown keys first, since a misspelt one is missing too.
+    A file of another kind has dozens: a few say so, unknown keys first, since a misspelt one is missing too. Of an
+    unknown key the nearest of `keys` is named, or all of them.
     """
     parts = []
     mistakes = error.errors(include_url=False)
@@ -78,8 +91,11 @@ def describe(error: pydantic.ValidationError, *, most: int | None = None) -> str
     for item in mistakes:
         key = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            message = "unknown key"
+        if item["type"] in _MESSAGES:
+            message = _MESSAGES[item["type"]].format(**item.get("ctx", {}))
+        if item["type"] == "extra_forbidden" and keys:
+            near = did_you_mean(nearest_name(str(item["loc"][-1]), list(keys)))
+            message += near or f"; there are {', '.join(keys)}"
         parts.append(f"{key}: {message}" if key else message)
     if most is not None and len(parts) > most:
         parts[most:] = [f"and {len(parts) - most} more mistakes: is this the right file?"]

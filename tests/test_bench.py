@@ -1,6 +1,8 @@
 """The benchmark's rows, stages and records; and plain PyTorch, which is itself compared with a plainer one."""
 
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from plain_trainer import plain_train
 from tiny_models import tiny_config as tiny_model_config
 
 import simulator
-from analysis.bench import bench, load_matrix, table
+from analysis.bench import Row, bench, load_matrix, table
 from analysis.plain_torch import BETAS, EPSILON, PlainTorch
 from executor.ideal import measure_ideal
 from executor.planes import split_planes
@@ -260,3 +262,37 @@ def test_an_ablation_is_a_run_of_the_best_plan_without_one_means(matrix: Path, t
         assert record.measured is not None
         # Beside TFLOPS: below 0 where they were predicted too low.
         assert f"{record.predicted.tflops / record.measured.tflops - 1:+.1%}" in line
+
+
+def test_the_page_on_benchmarks_has_every_key_of_a_row_and_a_matrix_that_loads(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/benchmark.md").read_text(encoding="utf-8")
+    table_rows = re.findall(r"^\| `(\w+)` \| (yes|no) \|", page, re.MULTILINE)
+    assert table_rows == [(name, "yes" if f.is_required() else "no") for name, f in Row.model_fields.items()]
+    (example,) = re.findall(r"\n((?:    .*\n)*    rows:\n(?:    .*\n)+)", page)
+    path = tmp_path / "matrix.yaml"
+    path.write_text(textwrap.dedent(example))
+    assert [row.case for row in load_matrix(path).rows] == ["small", "capped"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rows: []", "rows: has too few entries, it needs 1"),
+        ("rows: 3", "rows: is not a list"),
+        ("rows: [3]", "rows.0: is not a table of keys"),
+        ("rows: [{case: a, model: m, sequence_lenght: 4, tokens_per_step: 4}]", "did you mean 'sequence_length'?"),
+        ("rows: [{case: a, model: m, tokens_per_step: 4}]", "rows.0.sequence_length: is missing"),
+        (
+            "rows: [{case: a, model: m, sequence_length: 4, tokens_per_step: 4, precision: fp32}]",
+            "rows.0.precision: unknown key; there are case, model, num_layers,",
+        ),
+        ("rows: [{case: .., model: m, sequence_length: 4, tokens_per_step: 4}]", "rows.0.case:"),
+    ],
+)
+def test_what_is_wrong_with_a_matrix_is_said_in_our_words(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "matrix.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_matrix(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)

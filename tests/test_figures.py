@@ -102,7 +102,12 @@ def test_thousand_operations_stay_light_and_complete():
 
 def test_timelines_carry_units_titles_legend_and_busy_shares():
     shown = texts(lanes.timelines(RUN))
-    assert {"predicted: 1.30 s a step", "measured: 1.43 s a step", "time since the step began (s)", "busy"} <= shown
+    assert {
+        "predicted: 1.30 s",
+        "measured: the recorded step, 1.43 s",
+        "time since the step began (s)",
+        "busy",
+    } <= shown
     assert {"forward", "loss", "backward", "load weights", "store gradient", "update"} <= shown
     assert "100 %" in shown  # compute never waits in the sample
     assert "15 %" in shown  # h2d: 4 x 0.5 of 13 layer times
@@ -209,10 +214,19 @@ def test_loss_shows_every_finite_step_and_marks_the_others():
     assert {"step", "loss (nats per token)", "not finite: skipped"} <= texts(drawing)
 
 
-def test_mean_of_a_straight_loss_is_the_loss():
-    metrics = tuple({"step": k, "loss": 10.0 - 0.01 * k} for k in range(200))
+def test_mean_of_a_straight_loss_is_the_loss_of_half_a_window_before():
+    metrics = tuple({"step": k, "loss": 10.0 - 0.01 * k} for k in range(220))
     line, mean = loss(replace(RUN, metrics=metrics)).figure.axes[0].get_lines()
-    assert list(mean.get_ydata()) == pytest.approx(list(line.get_ydata()))
+    assert list(mean.get_ydata())[10:] == pytest.approx(list(line.get_ydata())[5:-5])  # of 11 steps
+    assert mean.get_ydata()[0] == line.get_ydata()[0]
+
+
+def test_runs_with_equal_losses_are_one_curve_as_far_as_both_go():
+    curve = [{"step": k, "loss": 5.0 - math.log(k + 1) + 0.1 * (k % 3)} for k in range(300)]
+    runs = [replace(RUN, metrics=tuple(curve[:length])) for length in (300, 90)]
+    long, short = loss_comparison(runs).figure.axes[0].get_lines()
+    assert list(long.get_ydata())[:90] == list(short.get_ydata())
+    assert "means of the last 4 steps" in loss_comparison(runs).caption
 
 
 @pytest.mark.parametrize(

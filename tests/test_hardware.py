@@ -52,7 +52,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         (("hbm_bytes_per_second", "source"), "a friend", "hbm_bytes_per_second.source: 'a friend' must start with"),
         (("hbm_bytes_per_second", "source"), "measured: ", "hbm_bytes_per_second.source: 'measured: ' must start with"),
         (("bandwidth",), 1, "bandwidth: unknown key"),
-        (("link", "points"), [], "link.points: Tuple should have at least 2 items"),
+        (("link", "points"), [], "link.points: has too few entries, it needs 2"),
         (("link", "duplex", "h2d", "value"), 21e9, "link.duplex.h2d: is more than the direction carries alone"),
         (("link", "duplex_host_busy", "d2h", "value"), 17e9, "link.duplex_host_busy.d2h: is more than link.duplex.d2h"),
         (("link", "points", 0, "num_bytes"), 4 * MIB, "link.points: more than one point for ('h2d', 4194304)"),
@@ -108,7 +108,7 @@ def test_no_figure_that_a_machine_cannot_be_known_without_may_be_missing(tmp_pat
             place = place[step]
         del place[key[-1]]
         (tmp_path / "short.json").write_text(json.dumps(left), encoding="utf-8")
-        with pytest.raises(InputError, match=re.escape(".".join(map(str, key))) + ": Field required"):
+        with pytest.raises(InputError, match=re.escape(".".join(map(str, key))) + ": is missing"):
             load_hardware(tmp_path / "short.json")
 
 
@@ -261,7 +261,7 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"policy": 1}', encoding="utf-8")
-    with pytest.raises(InputError, match=r"plan\.json: policy: .*; name: Field required; .*right file"):
+    with pytest.raises(InputError, match=r"plan\.json: policy: .*; name: is missing; .*right file"):
         load_hardware(tmp_path / "plan.json")
 
 

@@ -73,7 +73,7 @@ def test_a_resume_keeps_its_plan_and_probes_nothing(
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("host_memory=3GiB", "host_memory is 3221225472, was None"),
+        ("host_memory=3GiB", "host_memory is 3.0 GiB, was not set"),
         ("micro_batch_size=1", "micro_batch_size is 1, the plan has"),
         ("hardware=PROFILE", "hardware is "),
     ],

@@ -31,7 +31,7 @@ def test_numbers_that_are_none_are_refused() -> None:
     [
         (b"", "Invalid JSON"),
         (b"{", "Invalid JSON"),
-        (b"[]", "object"),
+        (b"[]", "is not a table of keys"),
         (b"\xff\xfe", "UTF-8"),
         (b'{"sequence_length": 8, "tokens_per_step": 64, "tokens": 1}', "tokens: "),
         (b'{"sequence_length": 8}', "tokens_per_step: "),
@@ -88,7 +88,7 @@ def test_a_list_with_a_wrong_entry_is_not_called_too_short() -> None:
 
     with pytest.raises(InputError, match=r"^rows\.0\.cse: unknown key$"):
         validated(Rows, rows=[{"case": "a", "cse": "a"}])
-    with pytest.raises(InputError, match=r"^rows: Tuple should have at least 1 item"):
+    with pytest.raises(InputError, match=r"^rows: has too few entries, it needs 1$"):
         validated(Rows, rows=[])
 
 
