@@ -4,8 +4,10 @@ from rich.table import Table
 
 from planner.alternatives import Alternative, alternatives
 from planner.explain import WIDTH, rendered, seconds_text
+from planner.firm import HOST_LAG, on_a_lagging_host
 from planner.plan import Plan
 from planner.sensitivity import Gain, Report, gains
+from planner.task import Task
 from simulator.schema import Schema
 from simulator.units import format_bytes
 
@@ -18,6 +20,7 @@ class Explanation(Schema):
 
     bottleneck: str  # the resource of which one percent more saves most
     full_tiers: tuple[str, ...]  # memory that the plan takes to its limit
+    lag_share: float | None  # of the step, what a host adds whose updates lag; None without updates on the host
     gains: tuple[Gain, ...]
     alternatives: tuple[Alternative, ...]
 
@@ -34,9 +37,17 @@ def explanation(plan: Plan, *, report: Report = lambda words: None) -> Explanati
     return Explanation(
         bottleneck=max(more, key=lambda gain: gain.saved_per_percent).resource,
         full_tiers=tuple(tier for tier, share in sorted(taken.items()) if share >= FULL),
+        lag_share=_lag_share(plan),
         gains=tuple(more),
         alternatives=tuple(alternatives(plan, report=report)),
     )
+
+
+def _lag_share(plan: Plan) -> float | None:
+    lagging = on_a_lagging_host(Task.of(plan).problem()) if "host" in plan.policy.optimizer_homes else None
+    if lagging is None:
+        return None
+    return lagging.figures(plan.policy).step_seconds / plan.prediction.step_seconds - 1
 
 
 def explanation_text(plan: Plan, found: Explanation, *, width: int = WIDTH) -> str:
@@ -91,4 +102,8 @@ def _table(title: str, *columns: str) -> Table:
 def _bottleneck(found: Explanation) -> str:
     gain = next(gain for gain in found.gains if gain.resource == found.bottleneck)
     full = f"; {' and '.join(found.full_tiers)} is full" if found.full_tiers else "; no memory is full"
-    return f"what binds: {gain.resource}, of which 1 % more saves {gain.saved_per_percent:.2%} of the step{full}"
+    binds = f"what binds: {gain.resource}, of which 1 % more saves {gain.saved_per_percent:.2%} of the step{full}"
+    if found.lag_share is None:
+        return binds
+    longer = f"{found.lag_share:.2%} longer" if _tells(found.lag_share) else "no longer"
+    return f"{binds}\nwhere updates on the host take {HOST_LAG - 1:.0%} longer than their price the step is {longer}"

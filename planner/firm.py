@@ -30,15 +30,22 @@ def firmer(problem: Problem, found: Found, *, tolerance: float, solver: bool = T
     """
     if "host" not in found.policy.optimizer_homes:
         return found
-    try:
-        lagging = problem.on(*faster(problem.hardware, problem.costs, host_dram=1 / HOST_LAG))
-    except InputError:  # a host so slow that a slower one is no machine
+    lagging = on_a_lagging_host(problem)
+    if lagging is None:
         return found
     limit = found.figures.step_seconds * (1 + tolerance)
     best = _firmest(problem, lagging, found, limit)
     if "host" not in best.policy.optimizer_homes:
         best = _all_on_device(problem, best, tolerance=tolerance, solver=solver)
     return best
+
+
+def on_a_lagging_host(problem: Problem) -> Problem | None:
+    """The same problem where the host's updates take `HOST_LAG` times their price; None where no host is so slow."""
+    try:
+        return problem.on(*faster(problem.hardware, problem.costs, host_dram=1 / HOST_LAG))
+    except InputError:
+        return None
 
 
 def _firmest(problem: Problem, lagging: Problem, found: Found, limit: float) -> Found:

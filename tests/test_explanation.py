@@ -204,6 +204,9 @@ def test_the_text_names_every_figure_with_its_unit(planned: Plan, explained: Exp
         assert words in text
     assert f"what binds: {explained.bottleneck}" in text
     assert explained.full_tiers == ("device memory",)
+    assert explained.lag_share is not None
+    assert explained.lag_share > 0  # under 24 GiB the host decides
+    assert f"take 25% longer than their price the step is {explained.lag_share:.2%} longer" in text
     for number in re.findall(r"(?<![\w.,])[-+]?\d+\.\d+(?!\d)(.{0,5})", text):
         assert re.match(r"\s?(s|ms|%|[KMGT]iB|GB/s)", number), number
 
@@ -227,8 +230,10 @@ def test_on_a_cpu_there_is_one_memory_and_nothing_is_called_a_gpu_s() -> None:
     held = held_bytes(found)
     assert sum(row["memory"] for row in held.values()) == pytest.approx(found.prediction.host_peak_bytes, abs=1)
     assert {tier for row in held.values() for tier in row} == {"memory"}
-    text = plan_table(found) + explanation_text(found, explanation(found))
-    for words in ("HBM", "GPU", "device peak", "link", "device memory", "host memory"):
+    explained = explanation(found)
+    assert explained.lag_share is None  # nothing is updated beside compute
+    text = plan_table(found) + explanation_text(found, explained)
+    for words in ("longer than their price", "HBM", "GPU", "device peak", "link", "device memory", "host memory"):
         assert words not in text
     for words in ("of its limit", "memory peak", "1 GiB of memory", "1 % of CPU compute"):
         assert words in text
