@@ -301,8 +301,12 @@ class StreamRunner:
         ]
 
     def close(self) -> None:
-        """End the worker thread, and wait for what still runs: memory that it writes to may be given back then."""
-        self.worker.close()
+        """End the worker thread, and wait for what still runs: memory that it writes to may be given back then.
+
+        Where the thread does not end, streams may wait for it for ever, so nobody waits for them.
+        """
+        if not self.worker.close():
+            return
         with suppress(RuntimeError):  # of a device at fault
             for stream in self.streams.values():
                 stream.synchronize()
@@ -370,6 +374,8 @@ class HostWorker:
         if self.failure is not None:
             raise self.failure
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Let the thread end. Whether it did, within `PATIENCE_SECONDS`."""
         self._queue.put(None)
         self._thread.join(timeout=PATIENCE_SECONDS)
+        return not self._thread.is_alive()

@@ -41,7 +41,8 @@ def firmer(problem: Problem, found: Found, *, tolerance: float, solver: bool = T
 
 
 def on_a_lagging_host(problem: Problem) -> Problem | None:
-    """The same problem where the host's updates take `HOST_LAG` times their price; None where no host is so slow."""
+    """The same problem where the host's DRAM, and updates in it, take `HOST_LAG` times their price; None where that is
+    slower than any host."""
     try:
         return problem.on(*faster(problem.hardware, problem.costs, host_dram=1 / HOST_LAG))
     except InputError:

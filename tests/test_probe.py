@@ -150,3 +150,10 @@ def test_a_probe_apart_that_dies_is_a_failure_in_one_sentence(tmp_path: Path, mo
     monkeypatch.setattr(simulator.probe_apart, "_PROBE", "import os, sys; os.kill(os.getpid(), 9)")
     with pytest.raises(ConveyorError, match="probe: its process ended with -9"):
         probe_apart(tmp_path / "hardware.json")
+
+
+def test_a_probe_apart_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator.probe_apart, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(simulator.probe_apart, "PATIENCE_SECONDS", 0.5)
+    with pytest.raises(ConveyorError, match="probe: not done after"):
+        probe_apart(tmp_path / "hardware.json")

@@ -158,3 +158,19 @@ def test_so_many_operations_are_queued_as_their_launches_have_room(
     found.run(Program("first", tuple(operations), {}))
     assert len(ended) - before == 20
     found.close()
+
+
+def test_closing_waits_for_no_stream_where_the_worker_hangs(
+    runner: Callable[[Function], StreamRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Stream] = []
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: waited.append(stream))
+    go_on = threading.Event()
+    hanging, sound = runner(lambda operation: go_on.wait() and None), runner(lambda operation: None)
+    hanging.worker.submit(program().operations[0], [])
+    monkeypatch.setattr(executor.runner, "PATIENCE_SECONDS", 0.2)
+    hanging.close()
+    assert waited == []
+    go_on.set()
+    sound.close()
+    assert len(waited) == len(sound.streams)
