@@ -359,7 +359,7 @@ def table(results: Sequence[RowResult]) -> str:
             lines.append(
                 f"{case:{_CASE}} {ideal:>7} {plain:>7} {_tflops(figures.tflops):>7} {ratio:>9} "
                 f"{_tflops(record.predicted.tflops):>10} "
-                f"{record.predicted.tflops / figures.tflops - 1:>+7.1%} "
+                f"{_error(record.predicted.tflops, figures.tflops):>7} "
                 f"{format_bytes(figures.device_peak_bytes):>10} {format_bytes(figures.host_peak_bytes):>10}"
             )
             lost = {cause: s for cause, s in figures.breakdown_seconds.items() if cause.startswith("waiting")}
@@ -371,6 +371,12 @@ def table(results: Sequence[RowResult]) -> str:
 def _tflops(value: float) -> str:
     """At most seven characters: whole TFLOPS, below 100 two digits, so that what a CPU reaches is no 0."""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
+
+
+def _error(predicted: float, measured: float) -> str:
+    """At most seven characters: from +1,000 % on, a burst of load on a CPU, whole per cent, and at most 99,999."""
+    error = predicted / measured - 1
+    return f"{error:+.1%}" if round(error, 3) < 10 else f"{min(error, 999.99):+.0%}"
 
 
 def _ablation_lines(result: RowResult) -> Iterator[str]:
@@ -391,7 +397,7 @@ def _ablation_lines(result: RowResult) -> Iterator[str]:
             yield (
                 f"{words:{_CASE}} {'':>7} {'':>7} {_tflops(found.measured.tflops):>7} "
                 f"{whole.step_seconds / found.measured.step_seconds:>9.1%} {_tflops(found.predicted.tflops):>10} "
-                f"{found.predicted.tflops / found.measured.tflops - 1:>+7.1%} "
+                f"{_error(found.predicted.tflops, found.measured.tflops):>7} "
                 f"{format_bytes(found.measured.device_peak_bytes):>10} "
                 f"{format_bytes(found.measured.host_peak_bytes):>10}"
             )

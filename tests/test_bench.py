@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_a_row_is_planned_trained_and_recorded_beside_its_ideal(matrix: Path, tm
     for case in ("tiny-clipped", "short-unclipped"):
         assert case in table(found)
     assert max(map(len, table(found).splitlines())) <= 100
+    for slower, words in ((1e2, " +9900%"), (1e6, " +99999%")):  # a burst of load leaves every line in its width
+        first = records[0].measured
+        assert first is not None
+        slow = first.model_copy(update={"tflops": records[0].predicted.tflops / slower})  # type: ignore[union-attr]
+        late = replace(found[0], records=(records[0].model_copy(update={"measured": slow}),))
+        assert max(map(len, table([late]).splitlines())) <= 100
+        assert words in table([late])
 
 
 @pytest.mark.parametrize(
