@@ -64,9 +64,10 @@ def test_a_row_is_planned_trained_and_recorded_beside_its_ideal(matrix: Path, tm
         assert case in table(found)
     assert max(map(len, table(found).splitlines())) <= 100
     for slower, words in ((1e2, " +9900%"), (1e6, " +99999%")):  # a burst of load leaves every line in its width
-        first = records[0].measured
-        assert first is not None
-        slow = first.model_copy(update={"tflops": records[0].predicted.tflops / slower})  # type: ignore[union-attr]
+        measured, predicted = records[0].measured, records[0].predicted
+        assert measured is not None
+        assert predicted is not None
+        slow = measured.model_copy(update={"tflops": predicted.tflops / slower})
         late = replace(found[0], records=(records[0].model_copy(update={"measured": slow}),))
         assert max(map(len, table([late]).splitlines())) <= 100
         assert words in table([late])
