@@ -3,9 +3,13 @@
     g = gradient * clip_factor
     m = m * beta1 + g * (1 - beta1)
     v = v * beta2 + (g * g) * (1 - beta2)
+    m = 0 where |m| < tiny;  v = 0 where m = 0 and v < tiny
     p = p * decay - step_size * (m / (sqrt(v) / root_bias_correction2 + eps))
 
-Every operation is rounded on its own: no fused multiply-add, IEEE division and square root, denormals kept. It is
+Every operation is rounded on its own: no fused multiply-add, IEEE division and square root, denormals kept but for the
+third line, where tiny is the smallest normal number. Without it a moment that gets no gradients any more, as that of a
+token's embedding seen once, decays to a denormal that rounding gives back for ever, and processors are slow with those;
+the weights are off by less than 1e-30 for it. A second moment goes last, so that no step divides by it alone. It is
 Loshchilov and Hutter's AdamW (arXiv 1711.05101) as torch.optim.AdamW orders it. The master is fp32 in bf16 and fp32
 runs (in bf16 runs split in two planes, see executor/planes.py) and fp64 in fp64 runs; moments have its precision.
 
@@ -215,6 +219,7 @@ def _update(block: Block, scalars: Tensor, constants: Constants, scratch: Tensor
     g.copy_(block.gradient).mul_(clip)
     m.mul_(constants.beta1).add_(torch.mul(g, constants.one_minus_beta1, out=spare))
     v.mul_(constants.beta2).add_(g.mul_(g).mul_(constants.one_minus_beta2))
+    _drop_denormals(m, v)
     denominator = _square_root(v, out=g).div_(root_bias_correction2).add_(constants.eps)
     step = torch.div(m, denominator, out=denominator).mul_(step_size)
     master = block.weights if block.low is None else merge_planes(block.weights, block.low, out=spare)
@@ -225,6 +230,12 @@ def _update(block: Block, scalars: Tensor, constants: Constants, scratch: Tensor
         # Some NaN payloads would round to a high plane of -0 and hide the NaN from the model: one NaN for all.
         torch.nan_to_num(master, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=master)
         split_planes(master, block.weights, block.low)
+
+
+def _drop_denormals(m: Tensor, v: Tensor) -> None:
+    tiny = torch.finfo(m.dtype).tiny
+    m.masked_fill_(m.abs() < tiny, 0.0)
+    v.masked_fill_((v < tiny).logical_and_(m == 0), 0.0)
 
 
 def _square_root(values: Tensor, *, out: Tensor) -> Tensor:

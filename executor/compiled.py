@@ -98,8 +98,7 @@ def _backend(budget: float, graphs: list[_Graph]) -> Callable[..., Any]:
         with torch._functorch.config.patch(
             activation_memory_budget=budget, activation_memory_budget_runtime_estimator=RecomputeCost()
         ):
-            # As config_patches, the options also reach the backward, which is compiled when it first runs, in
-            # autograd's thread.
+            # As config_patches, the options also reach the backward, which is compiled when it first runs.
             run: Any = compile_fx(graph, example_inputs, inner_compile=compile_half, config_patches=INDUCTOR_OPTIONS)
         of_layer = [argument for argument in arguments if argument is not None]
         if len(of_layer) == len(arguments):

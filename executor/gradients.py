@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 # Sums run over rows of one length, each summed by one thread: torch's number of threads must not change the bits.
 ROW_ELEMENTS = 1 << 12
@@ -22,6 +23,16 @@ GRADIENT_DTYPES = {
     torch.float32: (torch.bfloat16, torch.float32),
     torch.float64: (torch.float64,),
 }
+
+
+def gradients_of(output: Tensor | GradientEdge, inputs: Sequence[Tensor], grad_output: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of `inputs`, from that of a graph's `output`, by a backward in the calling thread.
+
+    Autograd's own thread, which serves a GPU otherwise, lets go of the last tensors when it is scheduled, after the
+    backward has returned: what is allocated next would find their memory free by chance, and reserve more by chance.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(output, inputs, grad_output)
 
 
 @torch.no_grad()

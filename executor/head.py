@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from executor.gradients import gradients_of
 from executor.layer import ACCUMULATOR_DTYPES, COMPUTE_DTYPES, tensor_views, zero_padding
 from simulator.formats import Precision
 from simulator.model import PROJECTION, BlockSpec, ModelSpec
@@ -149,7 +150,7 @@ class HeadTemplate:
         grad_normed = ((grad_logits @ projection) * (counted * scale)).to(normed.dtype)
         if projection_sum is not None:
             _accumulate_product(projection_sum, grad_logits, normed, counted, scale, first=first)
-        grad, *grad_norms = torch.autograd.grad((normed_graph,), (tokens, *norm_weights), (grad_normed,))
+        grad, *grad_norms = gradients_of(normed_graph, (tokens, *norm_weights), grad_normed)
         for norm_sum, grad_norm in zip(norm_sums, grad_norms, strict=True):
             if norm_sum is not None:
                 _accumulate(norm_sum, grad_norm, None, first=first)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from executor.gradients import gradients_of
 from executor.weight_gradients import SUMS
 from simulator.errors import ProgramError
 
@@ -237,7 +238,7 @@ class SavedLayer:
         tensors.bind(flat)
         try:
             with SUMS.bound(sums, first=first) if sums else nullcontext(()) as added:
-                grad_hidden, *found = torch.autograd.grad((output,), inputs, (grad_output,))
+                grad_hidden, *found = gradients_of(output, inputs, grad_output)
         finally:
             tensors.clear()
         gradients = iter(found)

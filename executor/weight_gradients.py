@@ -16,7 +16,7 @@ from torch import Tensor, fx
 class Sums:
     """The sums of one block's weights while its backward runs, and which of them have received their gradient.
 
-    Backwards run one at a time, in whichever thread autograd chooses, so there is one such object.
+    Backwards run one at a time, so there is one such object.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,10 @@ def make_state(weights: torch.dtype, master: Tensor, first_moment: Tensor, secon
 def make_case(
     weights: torch.dtype, gradient: torch.dtype, count: int, kind: str, seed: int = 0
 ) -> tuple[State, Tensor]:
-    """A state and a gradient; kind "usual" is a model in training, "any" every number that fits."""
+    """A state and a gradient; kind "usual" is a model in training, "any" every number that fits.
+
+    Kind "fading" has moments about the smallest normal number, and gradients that are zero or make moments like them.
+    """
     generator = torch.Generator().manual_seed(0)
     real = REAL[weights]
     if kind == "usual":
@@ -71,6 +74,13 @@ def make_case(
         master, first, second = draws[0] * 0.02, draws[1] * 1e-3, (draws[2] * 1e-3).square()
         state = make_state(weights, master.to(real), first.to(real), second.to(real))
         return state, (draws[3] * 1e-2).to(gradient)
+    if kind == "fading":
+        signs, powers = torch.randn(2, count, generator=generator).sign(), torch.rand(3, count, generator=generator)
+        first, second, squared = torch.finfo(real).tiny * torch.exp2(20 * powers.double() - 16)
+        slope = torch.where(powers[2] < 0.5, squared.sqrt() * 1e-3, squared) * signs[1]
+        slope[::3] = 0.0
+        master = torch.randn(count, generator=generator).to(real)
+        return make_state(weights, master, (first * signs[0]).to(real), second.to(real)), slope.to(gradient)
     master, first, second = (any_number(count, real, generator) for _ in range(3))
     return make_state(weights, master, first, second.abs()), any_number(count, gradient, generator)
 
@@ -90,6 +100,8 @@ def numpy_step(state: State, gradient: Tensor, scalars: Tensor, num_decay_elemen
         g = gradient.to(scalars.dtype).numpy() * clip
         m = state.first_moment.numpy() * beta1 + g * rest1
         v = state.second_moment.numpy() * beta2 + (g * g) * rest2
+        m[np.abs(m) < np.finfo(real).tiny] = 0
+        v[(m == 0) & (v < np.finfo(real).tiny)] = 0
         p = master * decays - step_size * (m / (np.sqrt(v) / root + eps))
     assert p.dtype == m.dtype == v.dtype == real
     if state.low is not None:

@@ -45,7 +45,7 @@ def step(state: State, gradient: Tensor, scalars: Tensor, num_decay_elements: in
     )
 
 
-@pytest.mark.parametrize("kind", ["usual", "any"])
+@pytest.mark.parametrize("kind", ["usual", "any", "fading"])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_every_bit_is_the_formulas(backend: str, formats: tuple[torch.dtype, torch.dtype], kind: str) -> None:
@@ -127,6 +127,39 @@ def test_denormals_are_kept_where_the_process_flushes_them() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert differing(state, expected) == {}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_moments_without_gradients_end_at_zero_and_no_weight_tells(backend: str) -> None:
+    """Fading moments, then zero gradients: torch's stay denormal."""
+    tiny = torch.finfo(torch.float32).tiny
+    start, _ = make_case(torch.float32, torch.float32, 10_000, "fading")
+    state, gradient, scalars = start.to("cpu"), torch.zeros(10_000), make_scalars(torch.float32)
+    parameter = torch.nn.Parameter(start.weights.clone())
+    parameter.grad = gradient
+    optimizer = torch.optim.AdamW([parameter], lr=3e-4, betas=BETAS, eps=EPS, weight_decay=0.1, foreach=False)
+    optimizer.state[parameter] = {
+        "step": torch.tensor(2.0), "exp_avg": start.first_moment.clone(), "exp_avg_sq": start.second_moment.clone()
+    }  # fmt: skip
+    for _ in range(4000):
+        step(state, gradient, scalars, 10_000)
+    for _ in range(4000):
+        optimizer.step()
+    theirs = optimizer.state[parameter]
+    assert ((theirs["exp_avg"] != 0) & (theirs["exp_avg"].abs() < tiny)).any()
+    assert not state.first_moment.any()
+    assert not state.second_moment.any()
+    assert torch.equal(state.weights, parameter.detach())
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_no_step_divides_by_a_second_moment_that_was_dropped(backend: str) -> None:
+    """At an epsilon far below its root, a denormal second moment still bounds the step."""
+    gradient = torch.full((1000,), 1e-18)
+    state = make_state(torch.float32, torch.zeros(1000), torch.zeros(1000), torch.zeros(1000))
+    scalars = torch.tensor([1.0, 1.0, 1.0, 1e-3 / (1 - BETAS[0]), (1 - BETAS[1]) ** 0.5])
+    adamw_host(*state.planes, gradient, scalars, num_decay_elements=0, betas=BETAS, eps=1e-30, threads=2)
+    assert torch.allclose(state.weights, torch.tensor(-1e-3), rtol=1e-3)
 
 
 def run_clipped_steps(

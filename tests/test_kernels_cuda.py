@@ -45,7 +45,7 @@ def device_step(state: State, gradient: Tensor, scalars: Tensor, num_decay_eleme
     adamw_device(*state.planes, gradient, scalars, num_decay_elements=num_decay_elements, **OPTIONS)
 
 
-@pytest.mark.parametrize("kind", ["usual", "any"])
+@pytest.mark.parametrize("kind", ["usual", "any", "fading"])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_device_and_host_agree_in_every_bit(backend: str, formats: tuple[torch.dtype, torch.dtype], kind: str) -> None:

@@ -1,8 +1,8 @@
 // One AdamW step over a block, in one pass over gradient, master and moments.
 //
 // The formula is executor/adamw.py's, operation by operation: no fused multiply-add, IEEE division and square root,
-// denormals kept. Compile with -ffp-contract=off and never with -ffast-math, which would also make the whole process
-// flush denormals. -fno-math-errno only lets sqrt become an instruction; it changes no result.
+// denormals kept where it keeps them. Compile with -ffp-contract=off and never with -ffast-math, which would also make the
+// whole process flush denormals. -fno-math-errno only lets sqrt become an instruction; it changes no result.
 //
 // Threads are started for each call: that costs some microseconds a thread against milliseconds of work, leaves none
 // spinning beside the threads that feed the GPU, and needs no OpenMP runtime.
@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -80,11 +81,14 @@ void update_range(Master master, typename Master::Real* first_moment, typename M
     const Real beta1 = static_cast<Real>(constants[0]), one_minus_beta1 = static_cast<Real>(constants[1]);
     const Real beta2 = static_cast<Real>(constants[2]), one_minus_beta2 = static_cast<Real>(constants[3]);
     const Real eps = static_cast<Real>(constants[4]);
+    constexpr Real tiny = std::numeric_limits<Real>::min();
 #pragma omp simd
     for (std::int64_t i = begin; i < end; ++i) {
         const Real g = widen(gradient[i]) * clip;
-        const Real m = first_moment[i] * beta1 + g * one_minus_beta1;
-        const Real v = second_moment[i] * beta2 + (g * g) * one_minus_beta2;
+        Real m = first_moment[i] * beta1 + g * one_minus_beta1;
+        Real v = second_moment[i] * beta2 + (g * g) * one_minus_beta2;
+        m = std::fabs(m) < tiny ? Real(0) : m;
+        v = std::fabs(m) + v < tiny ? Real(0) : v;  // m is 0, in a form that g++ 12 vectorises
         const Real direction = m / (std::sqrt(v) / root_bias_correction2 + eps);
         first_moment[i] = m;
         second_moment[i] = v;

@@ -1,7 +1,7 @@
 """The AdamW of executor/adamw.py as one Triton kernel; importing it needs Triton.
 
 Bit for bit the formula: contraction into fused multiply-adds is off, division and square root are the IEEE ones, and
-Triton keeps denormals.
+Triton keeps denormals where the formula does.
 """
 
 import torch
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ELEMENTS = 1024
+TINY = tl.constexpr(2.0**-126)  # the smallest normal number
 NUM_WARPS = 4  # 8 elements a thread: one 16-byte load of a bf16 plane, two of an fp32 plane
 
 
@@ -43,6 +44,8 @@ def _adamw(  # type: ignore[no-untyped-def]
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * clip
     m = tl.load(first_moment + at, mask=inside, other=0.0) * beta1 + g * one_minus_beta1
     v = tl.load(second_moment + at, mask=inside, other=0.0) * beta2 + (g * g) * one_minus_beta2
+    m = tl.where(tl.abs(m) < TINY, 0.0, m)
+    v = tl.where((m == 0.0) & (v < TINY), 0.0, v)
     direction = tl.math.div_rn(m, tl.math.div_rn(tl.math.sqrt_rn(v), root_bias_correction2) + eps)
     tl.store(first_moment + at, m, mask=inside)
     tl.store(second_moment + at, v, mask=inside)
