@@ -70,7 +70,7 @@ class Row(Schema):
         try:
             self.workload()
         except pydantic.ValidationError as error:
-            raise ValueError(describe(error).replace("micro_batch_rows", "micro_batch_size")) from error
+            raise ValueError(describe(error)) from error
         return self
 
     def workload(self) -> Workload:

@@ -58,7 +58,7 @@ def measure(arguments: argparse.Namespace) -> int:
     )
     costs = run_measure(
         read_model_config(arguments.model), load_hardware(arguments.hardware), workload,
-        micro_batch_rows=arguments.micro_batch_rows, device=device, levels=arguments.levels, report=print,
+        micro_batch_rows=arguments.micro_batch_size, device=device, levels=arguments.levels, report=print,
     )  # fmt: skip
     costs.save(arguments.output)
     print(f"{len(costs.entries)} operations written to {arguments.output}")
@@ -134,7 +134,7 @@ def plan(arguments: argparse.Namespace) -> int:
         Workload,
         sequence_length=arguments.sequence_length,
         tokens_per_step=arguments.tokens_per_step,
-        micro_batch_rows=arguments.micro_batch_rows,
+        micro_batch_rows=arguments.micro_batch_size,
         precision=arguments.precision,
         gradient_format=arguments.gradient_format,
         state_format="fp32" if arguments.state_format == "auto" else arguments.state_format,

@@ -89,7 +89,7 @@ def _measure(parser: argparse.ArgumentParser) -> None:
     _model_and_hardware(parser)
     parser.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
     parser.add_argument(
-        "--micro-batch-rows", metavar="N", type=count, nargs="+", required=True, help="micro-batch sizes to time"
+        "--micro-batch-size", metavar="N", type=count, nargs="+", required=True, help="micro-batch sizes to time"
     )
     _numbers(parser)
     parser.add_argument("--gradient-format", choices=("bf16", "fp32"), default="fp32", help="[%(default)s]")
@@ -110,7 +110,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     workload = parser.add_argument_group("what to train")
     workload.add_argument("--sequence-length", metavar="N", type=count, required=True, help="tokens in a row")
     workload.add_argument("--tokens-per-step", metavar="N", type=count, required=True, help="tokens in a training step")
-    workload.add_argument("--micro-batch-rows", metavar="N", type=count, help="rows in a micro-batch; default: planned")
+    workload.add_argument("--micro-batch-size", metavar="N", type=count, help="rows in a micro-batch; default: planned")
     workload.add_argument("--packed", action="store_true", help="rows hold several documents (packing in a run config)")
     _numbers(workload)
     workload.add_argument("--state-format", choices=("fp32", "8bit", "auto"), default="fp32", help="[%(default)s]")

@@ -247,7 +247,7 @@ class TrainConfig(Schema):
             )
         except pydantic.ValidationError as error:
             # The workload counts rows, the config calls them what other trainers do.
-            raise InputError(describe(error).replace("micro_batch_rows", "micro_batch_size")) from error
+            raise InputError(describe(error)) from error
 
 
 def load_config(

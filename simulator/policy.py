@@ -59,7 +59,7 @@ class Workload(Schema):
             )
         if self.micro_batch_rows is not None and self.rows_per_step % self.micro_batch_rows:
             raise ValueError(
-                f"micro_batch_rows {self.micro_batch_rows} does not divide the {self.rows_per_step} rows of a step"
+                f"micro_batch_size {self.micro_batch_rows} does not divide the {self.rows_per_step} rows of a step"
             )
         return self
 

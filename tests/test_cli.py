@@ -55,7 +55,7 @@ def test_options_of_plan() -> None:
     line = (
         "plan --model qwen --hardware h200 --sequence-length 1024 --tokens-per-step 98304 --device-memory 24GiB "
         "--host-memory 96GB --nvme-memory 0 --state-format auto --gradient-format bf16 --clipping layerwise "
-        "--precision fp32 --eager --costs costs.json --calibrate runs/a runs/b --micro-batch-rows 4 "
+        "--precision fp32 --eager --costs costs.json --calibrate runs/a runs/b --micro-batch-size 4 "
         "--freeze model.layers.0.* *.bias --packed --output plan.json --json --explain --what-if device-memory=8GiB "
         "--what-if tokens-per-step=8..64 --figures sweeps --largest --longest-sequence --price-per-hour 2.5"
     )
@@ -75,7 +75,7 @@ def test_options_of_plan() -> None:
         "compiled": False,
         "costs": "costs.json",
         "calibrate": ["runs/a", "runs/b"],
-        "micro_batch_rows": 4,
+        "micro_batch_size": 4,
         "freeze": ["model.layers.0.*", "*.bias"],
         "packed": True,
         "output": "plan.json",
@@ -101,8 +101,8 @@ def test_options_of_plan() -> None:
     [
         ("probe --output h.json", {"output": "h.json"}),
         (
-            "measure --model m --hardware h --sequence-length 8 --micro-batch-rows 1 2 4 --compiled --output c.json",
-            {"micro_batch_rows": [1, 2, 4], "compiled": True, "precision": "bf16", "output": "c.json"},
+            "measure --model m --hardware h --sequence-length 8 --micro-batch-size 1 2 4 --compiled --output c.json",
+            {"micro_batch_size": [1, 2, 4], "compiled": True, "precision": "bf16", "output": "c.json"},
         ),
         (
             "simulate plan.json --hardware h200 --trace t.json",
@@ -146,8 +146,8 @@ def test_options_of_the_others(line: str, expected: dict[str, object]) -> None:
         ("probe --output missing/hardware.json", "there is no folder 'missing'"),
         ("simulate plan.json --trace missing/trace.json", "there is no folder 'missing'"),
         (f"{PLAN} --out plan.json", "unrecognized arguments: --out plan.json"),
-        (f"{PLAN} --micro-batch-rows 0", "'0' is not a whole number of at least 1"),
-        (f"{PLAN} --micro-batch-rows {'9' * 5000}", "is no number of anything"),
+        (f"{PLAN} --micro-batch-size 0", "'0' is not a whole number of at least 1"),
+        (f"{PLAN} --micro-batch-size {'9' * 5000}", "is no number of anything"),
         ("measure --model m --hardware h --sequence-length 1.5", "'1.5' is not a whole number of at least 1"),
         ("train run.yaml --dry-run other.yaml", "unrecognized arguments: other.yaml"),
         ("plot", "required: RUN_DIR"),

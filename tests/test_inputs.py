@@ -99,7 +99,7 @@ def test_outputs_that_cannot_be_written_are_found_before_the_work(given, tmp_pat
     assert "there is no folder" in complaint("simulate", given / "plan.json", "--trace", missing)
     assert "is a folder" in complaint("simulate", given / "plan.json", "--trace", tmp_path)
     assert "there is no folder" in complaint("probe", "--output", missing)
-    rows = ["--hardware", "cpu-2-core", "--sequence-length", "16", "--micro-batch-rows", "1"]
+    rows = ["--hardware", "cpu-2-core", "--sequence-length", "16", "--micro-batch-size", "1"]
     assert "there is no folder" in complaint("measure", "--model", model, *rows, "--output", missing)
 
 
@@ -260,7 +260,7 @@ def test_packed_rows_train_through_the_front_door_and_by_no_plan_for_other_rows(
 def test_costs_are_not_measured_in_the_name_of_other_hardware(given, tmp_path, complaint):
     if torch.cuda.is_available():
         pytest.skip("this machine has the other hardware")
-    rows = ["--sequence-length", "16", "--micro-batch-rows", "1", "--output", tmp_path / "costs.json"]
+    rows = ["--sequence-length", "16", "--micro-batch-size", "1", "--output", tmp_path / "costs.json"]
     assert "timed on 'cpu'" in complaint("measure", "--model", given / "model", "--hardware", "h200", *rows)
 
 

@@ -27,7 +27,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_pretrained(tiny_config(), folder / "model")
     (folder / "data.txt").write_text("It was a bright cold day in April. " * 100)
     shape = ["--model", str(folder / "model"), "--hardware", "cpu-2-core", "--sequence-length", "16"]
-    choices = ["--tokens-per-step", "64", "--micro-batch-rows", "2", "--output", str(folder / "plan.json")]
+    choices = ["--tokens-per-step", "64", "--micro-batch-size", "2", "--output", str(folder / "plan.json")]
     assert main(["plan", *shape, *choices]) == 0
     return folder
 

@@ -213,7 +213,7 @@ def test_tied_embeddings_have_one_optimizer_home(homes: tuple[Any, Any]) -> None
     ("changes", "told"),
     [
         ({"tokens_per_step": 17}, "tokens_per_step 17 is not a multiple of sequence_length 4"),
-        ({"micro_batch_rows": 3}, "micro_batch_rows 3 does not divide the 4 rows of a step"),
+        ({"micro_batch_rows": 3}, "micro_batch_size 3 does not divide the 4 rows of a step"),
         ({"sequence_length": 0}, "sequence_length"),
         ({"tokens_per_step": -4}, "tokens_per_step"),
         ({"precision": "fp16"}, "precision"),

@@ -26,7 +26,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("It was a bright cold day in April. " * times)
     shape = ["--model", str(folder / "model"), "--hardware", "cpu-2-core", "--sequence-length", "16"]
     for name, precision, rows in (("one-row", "fp32", 1), ("two-rows", "fp32", 2), ("bf16", "bf16", 1)):
-        choices = ["--precision", precision, "--micro-batch-rows", str(rows), "--output", str(folder / f"{name}.json")]
+        choices = ["--precision", precision, "--micro-batch-size", str(rows), "--output", str(folder / f"{name}.json")]
         assert main(["plan", *shape, "--tokens-per-step", "64", *choices]) == 0
     return folder
 

@@ -82,7 +82,7 @@ def test_values_that_make_no_sense_here_are_refused_before_any_is_planned() -> N
     planned: list[str] = []
     with pytest.raises(InputError, match=r"--what-if tokens-per-step=5,000 tokens: .* not a multiple"):
         sweep(small_task(), "tokens-per-step", (4096, 5000), report=planned.append)
-    with pytest.raises(InputError, match=r"sequence-length=4,096 tokens: micro_batch_rows 4 does not divide"):
+    with pytest.raises(InputError, match=r"sequence-length=4,096 tokens: micro_batch_size 4 does not divide"):
         sweep(small_task(micro_batch_rows=4), "sequence-length", (2048, 4096), report=planned.append)
     with pytest.raises(InputError, match="impossible"):
         sweep(small_task(), "link-bandwidth", (10**18,), report=planned.append)
