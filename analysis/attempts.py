@@ -120,9 +120,16 @@ def summary(found: Sequence[Attempt]) -> pandas.DataFrame:
 def _with_last_attempts(groups: Mapping[str, Sequence[Attempt]]) -> Iterator[tuple[str, Sequence[Attempt]]]:
     for group, members in groups.items():
         yield group, members
-        last = list({attempt.record.case: attempt for attempt in members}.values())
+        last = list({_case(attempt): attempt for attempt in members}.values())
         if len(last) < len(members):
             yield f"{group}, last of each case", last
+
+
+def _case(attempt: Attempt) -> tuple[str, ...]:
+    """Its name, model and step: runs of different models may lie in folders of one name."""
+    hashes = attempt.record.inputs.get("hashes")
+    known = hashes if isinstance(hashes, dict) else {}
+    return attempt.record.case, str(known.get("model")), str(known.get("workload"))
 
 
 def _aim(figure: Figure) -> str:

@@ -289,7 +289,7 @@ def _ablated(
         return "nothing fits"
     if without.policy == plan.policy:
         return "the plan does without already"
-    ablated = row.model_copy(update={"case": f"{row.case}-without-{name}"})
+    ablated = row.model_copy(update={"case": f"{row.case}-{name}"})
     return _train(ablated, without, model, output, clip, warm_seconds, say)
 
 

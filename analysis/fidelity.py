@@ -148,7 +148,7 @@ def _draw_step_times(axis: Axes, groups: Mapping[str, Sequence[Attempt]], failed
     for group, members in points.items():
         axis.plot(*zip(*members, strict=True), linestyle="none", label=f"{group} ({len(members)})", **_MARKERS[group])
     if failed:
-        # An empty line that is not clipped would have no size to lay the figure out by.
+        # Here and below: an empty line that is not clipped has no size, and a figure with one cannot be laid out.
         axis.plot([low] * len(lost), lost, clip_on=not lost, label=f"not measured ({len(failed)})", **_FAILED)
     if logarithmic:
         axis.set_xscale("log")
@@ -175,9 +175,10 @@ def _draw_errors(axis: Axes, item: Figure, groups: Mapping[str, Sequence[Attempt
         shares = [100 * attempt.error(item.key) for attempt in members]
         axis.plot([attempt.number for attempt in members], shares, linestyle="none", **_MARKERS[group])
     low, high = axis.get_ylim()
-    # At the edge: at a height of the axis' own they would look like errors.
-    crosses = {**_FAILED, "transform": axis.get_xaxis_transform(), "clip_on": False}
-    axis.plot([attempt.number for attempt in failed], [0.0] * len(failed), **crosses)
+    if failed:
+        # At the edge: at a height of the axis' own they would look like errors.
+        crosses = {**_FAILED, "transform": axis.get_xaxis_transform(), "clip_on": False}
+        axis.plot([attempt.number for attempt in failed], [0.0] * len(failed), **crosses)
     reach = 1.15 * max(-low, high, 200 * item.median)
     axis.set_ylim(max(-reach, -1.15 * max(100.0, high / 4)), reach)  # no error is below -100 %
     axis.set_ylabel(f"{item.title},\nerror (%)")

@@ -284,7 +284,8 @@ def load_config(
         sentence, names = _unknown(key, values.pop(key))
         mistakes.append(f"{places.get(key, '')}{sentence}")
         meant.update(names)
-    source = f"{path}: " if path is not None else ""
+    # Where keys contradict each other, either place may be the one to mend.
+    source = f"{path}{' and the command line' if overrides else ''}: " if path is not None else ""
     config, more = _validated(values, meant, places, source)
     mistakes += more
     if config is None or mistakes:

@@ -3,13 +3,12 @@
 import torch
 
 from executor.run_inputs import RunInputs
+from planner.explain import A_GUESS
 from planner.plan import Plan
 from simulator.errors import InfeasiblePlan
 from simulator.predict import predict_evaluation, predict_stretches
 from simulator.system import free_disk_bytes, host_memory_available_bytes
 from simulator.units import counted, format_bytes, format_duration, format_seconds
-
-_A_GUESS = 0.5  # of the busy time that nobody measured: from here on the forecast says so
 
 
 def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
@@ -36,7 +35,7 @@ def forecast(plan: Plan, inputs: RunInputs) -> list[str]:
     ]
     without = f"; without {' and '.join(unknown)}" if unknown else ""
     lines.append(f"  {'time':14}{format_duration(sum(parts.values())):>11}  {', '.join(words)}{without}")
-    if (unmeasured := plan.price_shares["roofline"]) >= _A_GUESS:
+    if (unmeasured := plan.price_shares["roofline"]) >= A_GUESS:
         lines.append(
             f"the time is a rough guess: {unmeasured:.0%} of the step's work was never measured, only computed from "
             "the machine's profile; small models take longer. `conveyor measure` times this model's operations, and "

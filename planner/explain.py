@@ -36,6 +36,7 @@ _HOLDS = {
     Role.BATCH: "batches",
     Role.SCALARS: "scalars",
 }
+A_GUESS = 0.5  # of the busy time that nobody measured: from here on a plan says what that makes of it
 _RESOURCES = {
     "compute": "{device} compute",
     "h2d": "host-to-device link",
@@ -292,6 +293,11 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield (
         f"prices: {measured:.0%} of busy time measured, {interpolated:.0%} interpolated, "
         f"{computed:.0%} computed from the machine's profile"
+        + (
+            "; `conveyor measure` times this model's operations, where these are a rough guess"
+            if computed >= A_GUESS
+            else ""
+        )
         + (f"; runs folded in: {', '.join(plan.costs.folded_runs)}" if plan.costs and plan.costs.folded_runs else "")
     )
     counts = plan.solver.counts

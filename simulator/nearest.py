@@ -6,8 +6,12 @@ from pathlib import Path
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None if none is alike."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    """The known name most like `name`, or None if none is alike; one that `name-` begins is most like it."""
+    known = list(known)
+    longer = [candidate for candidate in known if name and candidate.startswith(f"{name}-")]
+    if longer:
+        return longer[0]
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def nearest_path(path: Path | str) -> Path | None:

@@ -258,7 +258,7 @@ def test_an_ablation_is_a_run_of_the_best_plan_without_one_means(matrix: Path, t
     )  # fmt: skip
     without = found[0].ablations["host-optimizer"]
     assert isinstance(without, RunRecord)
-    assert without.case == "short-without-host-optimizer-clipped"
+    assert without.case == "short-host-optimizer-clipped"
     assert without.status == "ok"
     assert set(without.policy["optimizer_homes"]) == {"host"} != set(found[0].plan.policy.optimizer_homes)  # type: ignore[index]
     assert found[0].ablations["two-slabs"] == "the plan does without already"
@@ -269,8 +269,9 @@ def test_an_ablation_is_a_run_of_the_best_plan_without_one_means(matrix: Path, t
     for line, record in ((ablated, without), (whole, found[0].records[0])):
         assert record.predicted is not None
         assert record.measured is not None
-        # Beside TFLOPS: below 0 where they were predicted too low.
-        assert f"{record.predicted.tflops / record.measured.tflops - 1:+.1%}" in line
+        # Beside TFLOPS: below 0 where they were predicted too low. Whole per cents where a busy machine is slow.
+        error = record.predicted.tflops / record.measured.tflops - 1
+        assert any(words in line for words in (f"{error:+.1%}", f"{error:+.0%}", "+99999%"))
 
 
 def test_the_page_on_benchmarks_has_every_key_of_a_row_and_a_matrix_that_loads(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         *["'epsilon'", "'weight_decay=['"],
         *["run.yaml", "run.yaml", "'lr=1'"],  # dataset, warmup
         *["run.yaml", "'save_every=0'"],  # seed
-        "run.yaml",  # the warm-up is longer than the run
+        "run.yaml and the command line",  # the warm-up is longer than the run
     ]
     assert "2: unknown key 'dataset'; here it is data" in mistakes[2]
     assert not any("is missing" in mistake for mistake in mistakes), "misnamed is not missing"

@@ -154,6 +154,30 @@ def test_the_command_draws_prints_and_writes_a_page(tmp_path: Path, capsys: pyte
     assert all(path.read_bytes() == (tmp_path / "out" / path.name).read_bytes() for path in again)
 
 
+def test_runs_that_were_all_measured_are_drawn_with_room(tmp_path: Path) -> None:
+    """Nothing is left to mark as not measured; an empty mark once took the layout all room."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    plot_fidelity([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    (errors, *_) = drawings(attempts(RUNS[:4]))
+    assert errors.png
+    heights = [axis.get_position().height for axis in errors.figure.axes]
+    assert sum(heights) > 0.5
+    assert min(heights) > 0.05
+
+
+def test_runs_of_two_models_in_folders_of_one_name_are_two_cases() -> None:
+    def of_model(model: str, error: float) -> Run:
+        made = run("run", error=error)
+        inputs = {**made.record.inputs, "hashes": {"model": model, "workload": "w"}}
+        return Run("run", made.record.model_copy(update={"inputs": inputs}))
+
+    table = summary(attempts([of_model("one", 0.02), of_model("two", 0.01)]))
+    assert not table["predictions"].str.contains("last").any()
+    table = summary(attempts([of_model("one", 0.02), of_model("two", 0.01), of_model("one", 0.0)]))
+    assert row(table, predictions="held out, last of each case", figure="step time")["runs"] == "2"
+
+
 def test_runs_without_anything_to_compare_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append_result(tmp_path / "list.json", failed_record())
     with pytest.raises(InputError, match="no run has both"):

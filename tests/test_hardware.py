@@ -251,6 +251,8 @@ def test_the_derating_factors_are_the_h200s_measured_over_nominal() -> None:
 def test_an_unknown_name_lists_the_catalogue_and_the_nearest() -> None:
     with pytest.raises(InputError, match=r"'H20O' is neither a file nor one of .*cpu-2-core.*did you mean 'h200'"):
         load_hardware("H20O")
+    with pytest.raises(InputError, match="did you mean 'h100-sxm-80gb'"):  # and not h200, one letter away
+        load_hardware("h100")
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_the_table_tells_where_everything_lives_with_units(planned: Plan) -> Non
         "all in HBM does not fit: device memory short by",
         "bottleneck: GPU compute",
         "bound: no policy considered steps in less than",
-        "100% computed from the machine's profile",
+        "100% computed from the machine's profile; `conveyor measure` times this model's operations, where these are a",
         "found by HiGHS",
     ):
         assert words in text
