@@ -139,8 +139,8 @@ def drawing(sweep: Sweep, price: Price | None = None, *, name: str = "") -> Draw
     caption = (
         f"Each point is a plan of its own for its {words}. Speed, with the bound that no plan considered passes, a "
         "point filled where more than half of the work was priced by measurements; the share of the step that each "
-        "resource works; predicted peaks. Grey: at the dotted values nothing fits; where it begins to is between those and "
-        "the next."
+        "resource works; predicted peaks. Grey: at the dotted values nothing fits; where it begins to is between those "
+        "and the next."
     )
     return Drawing(name or sweep.key, f"What if: {words}", caption, _alt(sweep), figure)
 
