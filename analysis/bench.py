@@ -23,9 +23,9 @@ from executor.ideal import MeasuredIdeal, measure_ideal
 from executor.launch import launch
 from executor.record import RunRecord, append_result, load_results
 from executor.run import Interrupted
-from executor.run_directory import RECORD
+from executor.run_directory import RECORD, holds_run
 from executor.run_plan import allowed_bytes
-from executor.yaml_mapping import read_yaml_mapping
+from executor.yaml_mapping import no_truth_value, read_yaml_mapping
 from planner.ablation import ABLATIONS, ablate
 from planner.plan import Limits, Plan
 from planner.search import plan as run_plan
@@ -64,6 +64,11 @@ class Row(Schema):
     device_memory: Memory | None = None
     host_memory: Memory | None = None
     costs: str | None = None  # measured costs of this row's layers, where they are not those given for all
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any) -> Any:
+        return no_truth_value(value)
 
     @pydantic.model_validator(mode="after")
     def _is_a_workload(self) -> Self:
@@ -143,28 +148,32 @@ def bench(
     device = torch.device("cuda", 0) if hardware.device.kind == "cuda" else torch.device("cpu")
     if results is not None and results.exists():
         load_results(results)
-    for directory in (output / f"{row.case}-{clip}" for row in rows for clip in clips):
-        if (directory / RECORD).exists():
-            raise InputError(f"--output: {directory} holds a run already; name another folder")
+    if output.exists() and not output.is_dir():
+        raise InputError(f"--output: {output} is a file; name a folder")
+    _require_own_folders(output, rows, clips, ablations)
     planned = [_planned(row, hardware, output, costs, compiled=device.type == "cuda") for row in rows]
     found = []
     for row, (config, path, plan) in zip(rows, planned, strict=True):
         model, workload = plan.model, plan.inputs.workload
         point = _ideal_point(model, workload, hardware, plan.costs) if with_ideal else None
         ideals = [_ideal(config, workload, point, device, warm_seconds)] if point else []
-        records = [_train(row, plan, path, output, clip, warm_seconds, say) for clip in clips]
-        if point:
-            ideals.append(_ideal(config, workload, point, device, warm_seconds))
-        ideal = MeasuredIdeal(sum(i.step_seconds for i in ideals) / 2, ideals[0].num_layers) if ideals else None
+        records: list[RunRecord] = []
+        ideal = None
+        try:
+            for clip in clips:
+                records.append(_train(row, plan, path, output, clip, warm_seconds, say))
+            if point:
+                ideals.append(_ideal(config, workload, point, device, warm_seconds))
+                ideal = MeasuredIdeal(sum(i.step_seconds for i in ideals) / 2, ideals[0].num_layers)
+                figures = step_figures(
+                    model, workload, ideal.step_seconds, device_peak_bytes=0, host_peak_bytes=0, breakdown_seconds={}
+                )
+                records = [record.model_copy(update={"ideal": figures}) for record in records]
+        finally:  # what was measured before a stop or a failure counts too
+            for record in records if results is not None else ():
+                assert results is not None
+                append_result(results, record)
         plain = _plain(config, workload, device, warm_seconds, say) if with_plain else None
-        if ideal is not None:
-            figures = step_figures(
-                model, workload, ideal.step_seconds, device_peak_bytes=0, host_peak_bytes=0, breakdown_seconds={}
-            )
-            records = [record.model_copy(update={"ideal": figures}) for record in records]
-        for record in records if results is not None else ():
-            assert results is not None
-            append_result(results, record)
         result = RowResult(row, plan, tuple(records), ideal, plain)
         found.append(result)
         say(table(found))
@@ -175,6 +184,19 @@ def bench(
                 append_result(results, ablated)
             say(table(found))
     return found
+
+
+def _require_own_folders(output: Path, rows: Sequence[Row], clips: Sequence[str], ablations: Sequence[str]) -> None:
+    """Refuse run directories that two runs would share, or that hold one. Raises InputError."""
+    cases = [f"{row.case}-{clip}" for row in rows for clip in clips]
+    cases += [f"{row.case}-{name}-{clips[0]}" for row in rows for name in ablations]
+    if repeated := sorted({case for case in cases if cases.count(case) > 1}):
+        raise InputError(f"--ablate: a row and a run without one means are both called {repeated[0]}; rename the row")
+    for directory in (output / case for case in cases):
+        if (directory / RECORD).exists() or holds_run(directory):
+            raise InputError(
+                f"--output: {directory} holds a run already; name another folder, or leave its row out with --case"
+            )
 
 
 class Planned(NamedTuple):

@@ -74,7 +74,8 @@ def output_file(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    # Files are replaced whole, by one beside them.
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
     return text
 

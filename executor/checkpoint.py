@@ -134,6 +134,13 @@ def latest(folder: Path | str) -> Path | None:
     return complete[-1][0] if complete else None
 
 
+def without_record(folder: Path | str) -> Path | None:
+    """A checkpoint that is not whole for want of its record, or None. A save that was killed leaves none."""
+    folder = Path(folder)
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return next((p for p in paths if _COMPLETE.fullmatch(p.name) and not (p / RECORD_NAME).is_file()), None)
+
+
 def num_complete(folder: Path | str) -> int:
     """How many whole checkpoints a folder holds."""
     return len(_complete(Path(folder), skip_damaged=True))

@@ -18,7 +18,7 @@ from executor.foreign_names import FOREIGN_NAMES
 from executor.loggers import LoggerName
 from executor.resume import ResumeChanges
 from executor.schedule import MOST_STEPS, LearningRateSchedule, Schedule, check_schedule, warmup_steps_of
-from executor.yaml_mapping import parse_yaml_value, read_yaml_mapping
+from executor.yaml_mapping import no_truth_value, parse_yaml_value, read_yaml_mapping
 from simulator.errors import InputError
 from simulator.formats import GradientFormat, Precision, StateFormat
 from simulator.nearest import did_you_mean, nearest_name
@@ -150,10 +150,7 @@ class TrainConfig(Schema):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        # YAML reads yes, no, on and off as truth values, and pydantic would take them for 1 and 0.
-        if isinstance(value, bool) and info.field_name not in _TRUTH_VALUES:
-            raise ValueError("takes no truth value, as which YAML reads true, false, yes, no, on and off")
-        return value
+        return value if info.field_name in _TRUTH_VALUES else no_truth_value(value)
 
     @pydantic.model_validator(mode="before")
     @classmethod

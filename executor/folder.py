@@ -58,7 +58,8 @@ def require_writable(path: Path | str, *, what: str) -> None:
         raise InputError(f"{what}: {path} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise InputError(f"{what}: there is no folder {path.parent}{did_you_mean(nearest_path(path.parent))}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    # Files are replaced whole, by one beside them.
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise InputError(f"{what}: {path} cannot be written; set it to a place where you may write")
 
 

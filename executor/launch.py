@@ -106,7 +106,7 @@ def _launched(
             raise
         raise failure from error
     if outcome is None:
-        say(f"all steps were done; trained model: {directory / EXPORTED}")
+        say(f"nothing was left to train; trained model: {directory / EXPORTED}")
         if (directory / RECORD).exists():
             return RunRecord.load(directory / RECORD)
         message = "it was stopped between its last step and its export; the model is exported, no step was measured"

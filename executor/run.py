@@ -28,7 +28,7 @@ from executor.out_of_memory import doing
 from executor.progress import step_progress
 from executor.retries import Retries
 from executor.run_checkpoints import RunCheckpoints
-from executor.run_directory import EXPORTED
+from executor.run_directory import EXPORTED, holds_run
 from executor.run_inputs import RunInputs
 from executor.schedule import learning_rate
 from executor.step_log import StepLog
@@ -44,7 +44,8 @@ from simulator.timeline import Timeline
 from simulator.units import format_bytes
 
 WARM_UP_STEPS = 3  # not timed: compilation, growing pools, cold clocks
-# Losses in a row that are not finite, after which a run ends: the weights do not change, so neither will the loss.
+# Losses or gradients in a row that are not finite, after which a run ends: the weights do not change, so neither will
+# those.
 MOST_LOST_STEPS = 20
 
 
@@ -103,7 +104,8 @@ class Run:
         self.eval_losses = list(self.inputs.eval_losses)
         self.timeline: Timeline | None = None  # of the step recorded last
         self.first_step = self.steps_applied = 0
-        self.lost_steps = 0  # in a row until now: their loss was not finite
+        self.lost_steps = 0  # in a row until now: their loss or gradient was not finite
+        self.lost = "loss"  # which of the two
         self.loggers: list[Logger] = []
         self.saved = RunCheckpoints(
             self.checkpoints, model, workload, policy, settings=self.inputs.settings(), keep=config.keep_checkpoints,
@@ -144,6 +146,8 @@ class Run:
 
     def _fill_state(self) -> None:
         states = self.trainer.memory.states()
+        if self.config.resume == "auto" and self.resume_from is None and holds_run(self.directory):
+            self.say(f"no checkpoint in {self.checkpoints}: the run begins at its first step again")
         if self.resume_from is not None:
             accepted = checkpoint.read_record(self.resume_from).settings  # compared before anything was allocated
             progress = checkpoint.load(
@@ -187,6 +191,12 @@ class Run:
             self.log = self._step_log(stop.heard(progress.say))
             batch_of = batches_ahead(self.dataset, num_steps=self.num_steps)
             clock = time.perf_counter()
+            if self.inputs.evaluation_missed:
+                self._evaluate()
+                if self.inputs.should_stop_early(self.eval_losses):
+                    self._say_stopped_early()
+                    self._export()
+                    return None
 
             def finished(result: StepResult | None) -> None:
                 nonlocal clock
@@ -236,27 +246,30 @@ class Run:
             if self.eval_dataset is not None and not (evaluated or interrupted):
                 self._evaluate()
             if not interrupted and not trainer.steps_applied():
-                raise ConveyorError(
-                    f"all {self.num_steps} steps were skipped: no gradient was finite, so nothing was trained; "
-                    "look for NaN in the model's weights, or lower learning_rate"
-                )
-            if self.lost_steps and not interrupted:
+                raise self._never_trained(self.num_steps)
+            if not interrupted and not math.isfinite(results[-1].loss):
                 raise self._diverged(trainer.steps_done)
-            if self.saves and not self.lost_steps:
-                self.saved.save(trainer, seed=self.config.seed)
+            if self.saves:
+                # Where losses were lost, the state may be of no use, and those before it stay.
+                self.saved.save(trainer, seed=self.config.seed, keep_all=self.lost_steps > 0)
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
+                if self.saves and self.lost_steps:
+                    where += f"; the last {self.lost_steps} steps were not finite, so earlier checkpoints stay there"
                 raise Interrupted(
                     f"{stop.console_failure}stopped after {trainer.steps_done} of {self.num_steps} steps{where}",
                     exit_code=stop.exit_code,
                 )
             if stopped_early:
-                self.say(
-                    f"stopped early after {trainer.steps_done} of {self.num_steps} steps: "
-                    f"{self.config.early_stop_patience} evaluations without a lower loss"
-                )
+                self._say_stopped_early()
             exported = self._export() if self.saves else None
         return self._outcome(results, seconds, exported)
+
+    def _say_stopped_early(self) -> None:
+        self.say(
+            f"stopped early after {self.trainer.steps_done} of {self.num_steps} steps: "
+            f"{self.config.early_stop_patience} evaluations without a lower loss"
+        )
 
     def _step_log(self, say: Callable[[str], None]) -> StepLog:
         self.say = say
@@ -294,17 +307,25 @@ class Run:
         if advice := self.retries.advice(warm=result.step >= self.first_step + WARM_UP_STEPS):
             self.say(advice)
         self.steps_applied += result.applied  # a skipped step leaves the schedule where it was
-        self.lost_steps = 0 if math.isfinite(result.loss) else self.lost_steps + 1
-        if self.lost_steps >= MOST_LOST_STEPS and self.steps_applied:
-            raise self._diverged(result.step + 1)
+        finite_loss = math.isfinite(result.loss)
+        self.lost = "gradient" if finite_loss else "loss"
+        self.lost_steps = 0 if finite_loss and result.applied else self.lost_steps + 1
+        if self.lost_steps >= MOST_LOST_STEPS:
+            raise self._diverged(result.step + 1) if self.steps_applied else self._never_trained(result.step + 1)
         if not result.applied:
             self.say(f"step {result.step}: the gradient is not finite; the step is skipped, nothing has changed")
+
+    def _never_trained(self, steps: int) -> ConveyorError:
+        return ConveyorError(
+            f"all {steps} steps were skipped: no gradient was finite, so nothing was trained; look for NaN in the "
+            "model's weights, or lower learning_rate"
+        )
 
     def _diverged(self, steps_done: int) -> ConveyorError:
         self.saved.writer.finish()
         return ConveyorError(
-            f"the loss has not been finite since step {steps_done - self.lost_steps}: the weights have diverged, and "
-            "no model is exported; lower learning_rate or give it a warm-up. The last checkpoint is "
+            f"the {self.lost} has not been finite since step {steps_done - self.lost_steps}: the weights have diverged, "
+            "and no model is exported; lower learning_rate or give it a warm-up. The last checkpoint is "
             f"{checkpoint.latest(self.checkpoints) or 'none'}"
         )
 

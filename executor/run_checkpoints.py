@@ -47,8 +47,8 @@ class RunCheckpoints:
             return [f"going on equal to rounding, not bit for bit: {'; '.join(rounded)}"]
         return []
 
-    def save(self, trainer: Trainer, *, seed: int, beside_training: bool = False) -> None:
-        """Write the state of a drained trainer.
+    def save(self, trainer: Trainer, *, seed: int, beside_training: bool = False, keep_all: bool = False) -> None:
+        """Write the state of a drained trainer, and remove old checkpoints, but for `keep_all`.
 
         `beside_training`: return at once and write while the next steps run, up to the updates that must wait for it.
         """
@@ -59,12 +59,13 @@ class RunCheckpoints:
         # In the order in which the next step will change blocks, so that its updates wait as little as may be.
         order = list(dict.fromkeys((*updates, *range(self.model.num_blocks))))
         states = trainer.memory.states()
+        keep = checkpoint.num_complete(self.folder) + 1 if keep_all else self.keep
 
         def write(written: Callable[[int], None]) -> None:
             with doing(f"saving the checkpoint of step {progress.step}"):
                 checkpoint.save(
                     self.folder, model=self.model, states=states, progress=progress, settings=self.settings,
-                    keep=self.keep, rounding=self.rounding, order=order, written=written,
+                    keep=keep, rounding=self.rounding, order=order, written=written,
                 )  # fmt: skip
 
         self.writer.start(write, blocks=updates)

@@ -164,18 +164,18 @@ def load_lines(path: Path) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
-def load_eval_losses(directory: Path | str, *, before_step: int) -> list[float]:
-    """Losses of the evaluations after the steps below `before_step`; NaN where one was not finite.
+def load_eval_losses(directory: Path | str, *, before_step: int) -> dict[int, float]:
+    """Losses of the evaluations after the steps below `before_step`, by step; NaN where one was not finite.
 
     Raises InputError naming file and step for a line that has none.
     """
-    path, losses = Path(directory) / EVALUATIONS, []
+    path, losses = Path(directory) / EVALUATIONS, dict[int, float]()
     for row in load_lines(path):
         loss = row.get("eval_loss", "missing")
         if isinstance(loss, bool) or not isinstance(loss, int | float | None):
             raise InputError(f"{path}: eval_loss of step {row['step']} is {loss!r}, not a number; take the line out")
         if row["step"] < before_step:
-            losses.append(math.nan if loss is None else float(loss))
+            losses[row["step"]] = math.nan if loss is None else float(loss)
     return losses
 
 

@@ -17,8 +17,9 @@ from executor.evaluation import evaluations_without_improvement
 from executor.folder import require_free_disk
 from executor.huggingface import ROOM_BYTES, export_bytes, has_weights, require_weights
 from executor.loggers import require_loggers
+from executor.record import RunRecord
 from executor.resume import changed_settings, flat_settings
-from executor.run_directory import CHECKPOINTS, EXPORTED, load_eval_losses
+from executor.run_directory import CHECKPOINTS, EXPORTED, RECORD, load_eval_losses
 from simulator.errors import InputError
 from simulator.freezing import frozen_patterns
 from simulator.model import ModelSpec
@@ -66,20 +67,32 @@ class RunInputs:
     def find_checkpoint(self) -> None:
         """Look for the checkpoint to go on from: another process may have left one since the last look.
 
-        Sets `resume_from`, its `record`, `first_step` and the `eval_losses` until then. Raises InputError for a run
-        that is complete, and for settings that differ from the checkpoint's and are not accepted.
+        Sets `resume_from`, its `record`, `first_step`, the `eval_losses` until then, and `evaluation_missed`: whether
+        one is due that was not made. Raises InputError for a run that is complete, and for settings that differ from
+        the checkpoint's and are not accepted.
         """
         config = self.config
         self.resume_from = checkpoint.to_resume(config.resume, self.checkpoints)
         self.record = None if self.resume_from is None else checkpoint.read_record(self.resume_from)
         self.first_step = 0 if self.record is None else self.record.progress.step
         self.eval_losses: list[float] = []
+        self.evaluation_missed = False
         if self.resume_from is None or self.record is None:
+            if config.resume == "auto":
+                self._require_nothing_to_lose()
             return
         exported = not self.saves or (self.directory / EXPORTED).exists()
-        if self.first_step > self.num_steps or (self.first_step == self.num_steps and exported):
+        if self.first_step > self.num_steps:
+            raise InputError(
+                f"{self.resume_from}: {self.first_step} steps are done, more than the {self.num_steps} of this run; "
+                "raise max_steps to go on"
+            )
+        if self.first_step == self.num_steps and exported:
             raise InputError(f"{self.resume_from}: the run is complete, all {self.num_steps} steps are done")
-        self.eval_losses = load_eval_losses(self.directory, before_step=self.first_step)
+        evaluations = load_eval_losses(self.directory, before_step=self.first_step)
+        self.eval_losses = list(evaluations.values())
+        # A run that is stopped saves first of all, and leaves the evaluation of that step to the one that goes on.
+        self.evaluation_missed = self.evaluation_due(self.first_step) and self.first_step - 1 not in evaluations
         if exported and self.should_stop_early(self.eval_losses):
             raise InputError(
                 f"{self.resume_from}: the run is complete, it stopped early after {self.first_step} of "
@@ -87,6 +100,21 @@ class RunInputs:
             )
         settings = flat_settings(self.model, config.precision, self.settings())
         changed_settings(self.resume_from, self.record.settings, settings, changes=config.resume_changes)
+
+    def _require_nothing_to_lose(self) -> None:
+        """Without a checkpoint a run begins at its first step: not over what a finished one left, or part of one."""
+        elsewhere = "set output to another directory, or move it away to start again"
+        if (self.directory / EXPORTED).exists():
+            raise InputError(
+                f"{self.directory / EXPORTED}: is a trained model, and there is no checkpoint in {self.checkpoints} to "
+                f"go on from; {elsewhere}"
+            )
+        if (self.directory / RECORD).exists() and RunRecord.load(self.directory / RECORD).status == "ok":
+            raise InputError(
+                f"{self.directory / RECORD}: the run is complete, and left no checkpoint to go on from; {elsewhere}"
+            )
+        if (damaged := checkpoint.without_record(self.checkpoints)) is not None:
+            raise InputError(f"{damaged}: the checkpoint has lost its record, and no other one is whole; {elsewhere}")
 
     def settings(self) -> dict[str, Any]:
         """What a resumed run must share: all that decides numbers, nothing of placement."""
@@ -119,7 +147,8 @@ class RunInputs:
         """Evaluations from `first_step` to the end of the run."""
         if self.eval_dataset is None:
             return 0
-        return num_times(self.config.eval_every, first_step=self.first_step, num_steps=self.num_steps)
+        to_come = num_times(self.config.eval_every, first_step=self.first_step, num_steps=self.num_steps)
+        return to_come + self.evaluation_missed
 
     def num_saves(self) -> int:
         """Checkpoints that are written from `first_step` to the end of the run."""

@@ -18,6 +18,13 @@ class YamlMapping(NamedTuple):
     lines: dict[str, int]
 
 
+def no_truth_value(value: Any) -> Any:
+    """`value`, unless it is a truth value: pydantic would take it for the number 1 or 0. Raises ValueError."""
+    if isinstance(value, bool):
+        raise ValueError("takes no truth value, as which YAML reads true, false, yes, no, on and off")
+    return value
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, but `2e-5` is a number, as in YAML 1.2, and a key may stand only once."""
 

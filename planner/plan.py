@@ -13,10 +13,10 @@ from typing import Any, Self
 import pydantic
 
 from simulator.costs import OperationCosts
-from simulator.errors import InputError
+from simulator.errors import ConveyorError, InputError
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
-from simulator.policy import Policy, Workload
+from simulator.policy import Policy, Workload, check_policy
 from simulator.predict import Prediction, StepFigures, predict
 from simulator.schema import Schema, identity_hash
 
@@ -157,6 +157,10 @@ class Plan(Schema):
             raise InputError(
                 f"{path}: its content does not match its plan_hash {plan.plan_hash!r}: edited or damaged; plan again"
             )
+        try:
+            check_policy(plan.policy, plan.model, plan.inputs.workload)
+        except ConveyorError as error:
+            raise type(error)(f"{path}: {error}") from error
         return plan
 
     def replay(self, hardware: HardwareProfile | None = None) -> Prediction:

@@ -17,7 +17,7 @@ from analysis.plain_torch import BETAS, EPSILON, PlainTorch
 from executor.ideal import measure_ideal
 from executor.planes import split_planes
 from executor.record import RunRecord, load_results
-from executor.run import Run
+from executor.run import Interrupted, Run
 from simulator.costs import OperationCosts, comparable_levels
 from simulator.errors import InputError, OutOfMemory
 from simulator.hardware import load_hardware
@@ -133,6 +133,49 @@ def test_a_run_that_fails_is_recorded_and_the_next_one_starts(
     ]  # fmt: skip
     assert any("tiny-clipped" in line and "device memory ran out" in line for line in said)
     assert "out_of_memory: device memory ran out" in table(found)
+
+
+def test_what_was_measured_before_an_interrupt_is_recorded(
+    matrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(run: Run) -> None:
+        if run.directory.name == "short-unclipped":
+            raise Interrupted("stopped")
+        real(run)
+
+    real = Run.prepare
+    monkeypatch.setattr(Run, "prepare", stopped)
+    with pytest.raises(Interrupted):
+        bench(
+            load_matrix(matrix).rows[1:], load_hardware("cpu-2-core"), tmp_path / "out", with_plain=False,
+            warm_seconds=0.0, results=tmp_path / "results.json", say=lambda words: None,
+        )  # fmt: skip
+    (record,) = load_results(tmp_path / "results.json")
+    assert (record.case, record.status, record.ideal) == ("short-clipped", "ok", None)
+
+
+@pytest.mark.parametrize(
+    "there", ["an ablation's run", "a run that was killed", "a row of an ablation's name", "a file"]
+)
+def test_folders_that_runs_would_share_are_found_before_the_first_row(
+    matrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    monkeypatch.setattr("analysis.bench._planned", lambda *given, **named: pytest.fail("a plan was made before"))
+    output, rows, told = tmp_path / "out", load_matrix(matrix).rows, "holds a run already; name another folder"
+    if there == "an ablation's run":
+        (output / "short-host-optimizer-clipped").mkdir(parents=True)
+        (output / "short-host-optimizer-clipped" / "run.json").touch()
+    elif there == "a run that was killed":
+        (output / "short-clipped").mkdir(parents=True)
+        (output / "short-clipped" / "metrics.jsonl").touch()
+    elif there == "a file":
+        output.touch()
+        told = "out is a file; name a folder"
+    else:
+        rows = (*rows, rows[0].model_copy(update={"case": "tiny-host-optimizer"}))
+        told = "both called tiny-host-optimizer-clipped; rename the row"
+    with pytest.raises(InputError, match=told):
+        bench(rows, load_hardware("cpu-2-core"), output, clips=("clipped",), ablations=("host-optimizer",))
 
 
 def test_a_row_s_own_costs_price_its_plan(matrix: Path, tmp_path: Path) -> None:
@@ -295,6 +338,10 @@ def test_the_page_on_benchmarks_has_every_key_of_a_row_and_a_matrix_that_loads(t
         (
             "rows: [{case: a, model: m, sequence_length: 4, tokens_per_step: 4, precision: fp32}]",
             "rows.0.precision: unknown key; there are case, model, num_layers,",
+        ),
+        (
+            "rows: [{case: a, model: m, sequence_length: yes, tokens_per_step: 4}]",
+            "rows.0.sequence_length: takes no truth value",
         ),
         ("rows: [{case: .., model: m, sequence_length: 4, tokens_per_step: 4}]", "rows.0.case:"),
     ],

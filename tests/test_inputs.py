@@ -17,6 +17,7 @@ from tiny_model import tiny_config
 
 from analysis.cli import main
 from executor import step_log
+from executor.run import MOST_LOST_STEPS
 from executor.run_directory import append_metrics, load_run
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ def test_a_directory_that_holds_a_run_is_not_trained_into(given, tmp_path, compl
     [
         ("learning_rate=1", "learning_rate is 1.0, the checkpoint was made with 0.01"),
         ("max_steps=6", "max_steps is 6, the checkpoint was made with 4"),
-        ("max_steps=2", "the run is complete"),
+        ("max_steps=2", "3 steps are done, more than the 2 of this run"),
         ("data=/nowhere", "does not exist"),
     ],
 )
@@ -290,6 +291,8 @@ def test_weights_that_are_not_finite_do_not_count_as_trained(given, tmp_path, co
     err = complaint(*training(given, tmp_path / "run", f"model={tmp_path / 'model'}"), code=1)
     assert "all 4 steps were skipped" in err
     assert not (tmp_path / "run" / "model").exists()
+    err = complaint(*training(given, tmp_path / "long", f"model={tmp_path / 'model'}", "max_steps=300"), code=1)
+    assert f"all {MOST_LOST_STEPS} steps were skipped" in err  # and not 300, which would be skipped too
 
 
 def test_an_interrupt_saves_and_the_resumed_run_ends_as_if_there_was_none(given, tmp_path, complaint, monkeypatch):
@@ -364,6 +367,49 @@ def test_a_run_killed_before_its_export_exports_when_it_is_resumed(given, tmp_pa
     assert content(output / "model") == model
     assert steps(output) == [0, 1, 2, 3]
     assert "the run is complete" in complaint(*training(given, output, "resume=auto"))
+
+
+@pytest.mark.parametrize("left", ["all of it", "only the model", "a checkpoint without its record", "random tokens"])
+def test_resume_auto_without_a_checkpoint_begins_over_nothing_that_is_finished(given, tmp_path, complaint, left):
+    output = tmp_path / "run"
+    data = "synthetic" if left == "random tokens" else None
+    complaint(*training(given, output, "save_every=2" if data is None else "log_every=2", data=data), code=0)
+    checkpoints = output / "checkpoints"
+    reason = "is a trained model, and there is no checkpoint in"
+    if left == "a checkpoint without its record":
+        for path in checkpoints.iterdir():
+            (path / "checkpoint.json").unlink()
+        shutil.rmtree(output / "model")
+        (output / "run.json").unlink()
+        reason = "step-00000002: the checkpoint has lost its record"
+    elif left == "random tokens":
+        reason = "run.json: the run is complete, and left no checkpoint"
+    else:
+        shutil.rmtree(checkpoints)
+    if left == "only the model":
+        for path in output.iterdir():
+            if path.is_file():
+                path.unlink()
+    before = content(output)
+    complained = complaint(*training(given, output, "max_steps=6", "resume=auto", data=data))
+    assert reason in complained
+    assert "set output to another directory" in complained
+    assert content(output) == before
+
+
+def test_resume_auto_before_the_first_checkpoint_begins_again_and_says_so(given, tmp_path, complaint, capsys):
+    output = tmp_path / "run"
+    complaint(*training(given, output), code=0)
+    expected = content(output / "model")
+    shutil.rmtree(output / "model")
+    shutil.rmtree(output / "checkpoints")
+    (output / "run.json").unlink()  # as a run that was killed in its third step
+    lines = (output / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (output / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert main([str(argument) for argument in training(given, output, "resume=auto")]) == 0
+    assert "no checkpoint in" in capsys.readouterr().out
+    assert [row["step"] for row in load_run(output).metrics] == [0, 1, 2, 3]
+    assert content(output / "model") == expected
 
 
 def test_a_folder_in_the_models_place_is_found_before_the_work(given, tmp_path, complaint):

@@ -100,6 +100,17 @@ def test_files_that_are_no_plan_are_refused_by_name(text: str, complaint: str, t
         Plan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.parametrize("field", ["weight_homes", "optimizer_homes", "activation_homes"])
+def test_a_plan_whose_policy_does_not_fit_its_model_is_refused_by_key(
+    tmp_path: Path, planned: Plan, field: str
+) -> None:
+    """Its hash is right, as of a plan that a script made."""
+    short = planned.policy.model_copy(update={field: getattr(planned.policy, field)[1:]})
+    planned.model_copy(update={"policy": short}).hashed().save(tmp_path / "plan.json")
+    with pytest.raises(InputError, match=rf"plan\.json: policy\.{field}: has \d+ entries, this model needs \d+"):
+        Plan.load(tmp_path / "plan.json")
+
+
 def test_a_missing_plan_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.json"):
         Plan.load(tmp_path / "nowhere.json")

@@ -3,6 +3,8 @@
 import gc
 import json
 import math
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from safetensors.torch import load_file
 from analysis.cli import main
 from executor.config import TrainConfig
 from executor.launch import launch
+from executor.run import MOST_LOST_STEPS, Interrupted
 from executor.run_directory import load_run
 from planner.plan import Plan
 from planner.search import plan
-from simulator.errors import InputError
+from simulator.errors import ConveyorError, InputError
 from simulator.freezing import freeze, frozen_patterns, unfrozen
 from simulator.hardware import HardwareProfile
 from simulator.model import ModelSpec
@@ -209,6 +212,74 @@ def test_patience_counts_evaluations_from_before_a_resume(
     assert [row["step"] for row in found.evaluations] == [1, 3, 5]
     assert not found.evaluations[-1]["improved"]
     assert any("stopped early" in line for line in said)
+
+
+def interrupted_at(step: int, config: TrainConfig, planned: Plan, model: ModelSpec) -> str:
+    """The run until an interrupt in the line of a step; what it says in its end."""
+
+    def interrupt(line: str) -> None:
+        if line.startswith(f"step {step}/"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted) as stopped:
+        launch(config, planned, CONFIG, model, say=interrupt)
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("stopped_at", [[2], [3], [4], [2, 4]])
+def test_an_evaluation_that_a_stop_left_out_is_made_by_the_resume(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, stopped_at: list[int]
+) -> None:
+    # A rate at which the loss rises: both runs end early, after the same step.
+    choices: dict[str, Any] = {
+        "max_steps": 40, "learning_rate": 3.0, "lr_schedule": "constant", "warmup_steps": 0,
+        "eval_data": other_text(text), "eval_every": 2, "early_stop_patience": 2,
+    }  # fmt: skip
+    whole = run(run_config(text, tmp_path / "whole", **choices), planned, model)
+    config = run_config(text, tmp_path / "parts", **choices)
+    for step in stopped_at:
+        interrupted_at(step, config, planned, model)
+        config = config.model_copy(update={"resume": "auto"})
+    parts = run(config, planned, model)
+    evaluations = [[(row["step"], row["eval_loss"]) for row in found.evaluations] for found in (whole, parts)]
+    assert evaluations[0] == evaluations[1]
+    one, other = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+
+def test_a_resume_ends_at_once_where_the_evaluation_that_was_left_out_is_the_last(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
+) -> None:
+    choices: dict[str, Any] = {
+        "max_steps": 40, "learning_rate": 3.0, "lr_schedule": "constant", "warmup_steps": 0,
+        "eval_data": other_text(text), "eval_every": 2, "early_stop_patience": 1,
+    }  # fmt: skip
+    whole = run(run_config(text, tmp_path / "whole", **choices), planned, model)
+    config = run_config(text, tmp_path / "parts", **choices)
+    interrupted_at(len(whole.metrics), config, planned, model)
+    said: list[str] = []
+    launch(config.model_copy(update={"resume": "auto"}), planned, CONFIG, model, say=said.append)
+    assert any("stopped early after" in line for line in said)
+    one, other = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+
+def test_a_run_stopped_while_its_steps_are_not_finite_is_saved_beside_what_was(
+    tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executor.run.learning_rate", lambda step, schedule: 1e30)
+    config = run_config(text, tmp_path / "run", max_steps=20, save_every=1, keep_checkpoints=1)
+    words = interrupted_at(4, config, planned, model)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["applied"] for row in rows[:4]] == [True, False, False, False]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000001", f"step-{len(rows):08}"]
+    assert "saved in" in words
+    assert "steps were not finite, so earlier checkpoints stay" in words
+    # Left alone, it ends by itself: the loss is finite, and the gradient never will be.
+    with pytest.raises(ConveyorError, match="the gradient has not been finite since step 1: the weights have diverged"):
+        launch(run_config(text, tmp_path / "long", max_steps=300), planned, CONFIG, model, say=silent)
+    assert len((tmp_path / "long" / "metrics.jsonl").read_text().splitlines()) <= 2 + MOST_LOST_STEPS
 
 
 @pytest.mark.filterwarnings("ignore")
