@@ -324,8 +324,8 @@ class Run:
     def _diverged(self, steps_done: int) -> ConveyorError:
         self.saved.writer.finish()
         return ConveyorError(
-            f"the {self.lost} has not been finite since step {steps_done - self.lost_steps}: the weights have diverged, "
-            "and no model is exported; lower learning_rate or give it a warm-up. The last checkpoint is "
+            f"the {self.lost} has not been finite since step {steps_done - self.lost_steps}: the weights have "
+            "diverged, and no model is exported; lower learning_rate or give it a warm-up. The last checkpoint is "
             f"{checkpoint.latest(self.checkpoints) or 'none'}"
         )
 
