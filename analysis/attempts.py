@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pandas
 
-from analysis.tables import NOTHING, STATUS, error_share, format_duration, format_error, share_text
+from analysis.tables import NOTHING, STATUS, error_share, format_duration, format_error, input_value, share_text
 from executor.record import RunRecord
 from executor.run_directory import Run
 from simulator.errors import InputError
@@ -126,10 +126,10 @@ def _with_last_attempts(groups: Mapping[str, Sequence[Attempt]]) -> Iterator[tup
 
 
 def _case(attempt: Attempt) -> tuple[str, ...]:
-    """Its name, model and step: runs of different models may lie in folders of one name."""
-    hashes = attempt.record.inputs.get("hashes")
-    known = hashes if isinstance(hashes, dict) else {}
-    return attempt.record.case, str(known.get("model")), str(known.get("workload"))
+    """Its name, model and work: runs of different models may lie in folders of one name."""
+    record = attempt.record
+    keys = ("hashes.model", "workload.sequence_length", "workload.tokens_per_step")
+    return record.case, *(str(input_value(record, key)) for key in keys)
 
 
 def _aim(figure: Figure) -> str:
