@@ -37,7 +37,8 @@ class RunRecord(Schema):
     """One run, finished or not. `predicted`, `measured` and `ideal` have the same keys.
 
     `ideal` is the measured step without any optimizer, where somebody measured it. The figures of `measured` are
-    those of the median of `steps_timed` steps; `clip_factors` has one entry a step of the run (1.0: not clipped).
+    those of the median of `steps_timed` steps; `clip_factors` has one entry a step (1.0: not clipped) since the run was
+    started or resumed last.
     """
 
     case: str = pydantic.Field(min_length=1)
