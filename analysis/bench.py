@@ -170,9 +170,9 @@ def bench(
                 )
                 records = [record.model_copy(update={"ideal": figures}) for record in records]
         finally:  # what was measured before a stop or a failure counts too
-            for record in records if results is not None else ():
-                assert results is not None
-                append_result(results, record)
+            if results is not None:
+                for record in records:
+                    append_result(results, record)
         plain = _plain(config, workload, device, warm_seconds, say) if with_plain else None
         result = RowResult(row, plan, tuple(records), ideal, plain)
         found.append(result)

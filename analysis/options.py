@@ -69,13 +69,14 @@ def price(text: str) -> float:
 
 def output_file(text: str) -> str:
     """The path of a file that can be written, for argparse: known before minutes of work, not after them."""
+    from simulator.files import may_write_whole
+
     path = Path(text)
     if path.is_dir() or text.endswith(os.sep):
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
-    # Files are replaced whole, by one beside them.
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    if not may_write_whole(path):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
     return text
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from simulator.errors import ConveyorError, InputError
+from simulator.files import may_write_whole
 from simulator.nearest import did_you_mean, nearest_path
 from simulator.system import free_disk_bytes
 from simulator.units import format_bytes
@@ -58,8 +59,7 @@ def require_writable(path: Path | str, *, what: str) -> None:
         raise InputError(f"{what}: {path} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise InputError(f"{what}: there is no folder {path.parent}{did_you_mean(nearest_path(path.parent))}")
-    # Files are replaced whole, by one beside them.
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    if not may_write_whole(path):
         raise InputError(f"{what}: {path} cannot be written; set it to a place where you may write")
 
 

@@ -5,6 +5,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def may_write_whole(path: Path | str) -> bool:
+    """Whether this user may `write_whole` there: a file is replaced by one beside it, a device written in place."""
+    if Path(path).exists() and not os.access(path, os.W_OK):
+        return False
+    in_place = Path(path).exists() and not Path(path).is_file()
+    return in_place or os.access(Path(os.path.realpath(path)).parent, os.W_OK)
+
+
 def write_whole(path: Path | str, text: str) -> None:
     """Write a file beside its place and rename it: readers see the old file or the new one, never a part.
 

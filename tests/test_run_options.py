@@ -38,6 +38,14 @@ def other_text(text: Path) -> str:
     return str(path)
 
 
+def rising_loss(text: Path, *, patience: int) -> dict[str, Any]:
+    """Settings at whose rate the loss rises from the start, so that evaluations end the run."""
+    return {
+        "max_steps": 40, "learning_rate": 3.0, "lr_schedule": "constant", "warmup_steps": 0,
+        "eval_data": other_text(text), "eval_every": 2, "early_stop_patience": patience,
+    }  # fmt: skip
+
+
 def run(config: TrainConfig, planned: Plan, model: ModelSpec, say: Any = silent) -> Any:
     launch(config, planned, CONFIG, model, say=say)
     return load_run(config.output)
@@ -177,11 +185,7 @@ def test_a_run_stops_early_when_evaluations_stop_improving_and_stays_stopped(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
 ) -> None:
     said: list[str] = []
-    # A rate at which the loss rises from the start.
-    config = run_config(
-        text, tmp_path / "run", max_steps=40, learning_rate=3.0, lr_schedule="constant", warmup_steps=0,
-        eval_data=other_text(text), eval_every=2, early_stop_patience=2,
-    )  # fmt: skip
+    config = run_config(text, tmp_path / "run", **rising_loss(text, patience=2))
     found = run(config, planned, model, said.append)
     losses = [row["eval_loss"] for row in found.evaluations]
     assert len(losses) < 20
@@ -230,11 +234,7 @@ def interrupted_at(step: int, config: TrainConfig, planned: Plan, model: ModelSp
 def test_an_evaluation_that_a_stop_left_out_is_made_by_the_resume(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan, stopped_at: list[int]
 ) -> None:
-    # A rate at which the loss rises: both runs end early, after the same step.
-    choices: dict[str, Any] = {
-        "max_steps": 40, "learning_rate": 3.0, "lr_schedule": "constant", "warmup_steps": 0,
-        "eval_data": other_text(text), "eval_every": 2, "early_stop_patience": 2,
-    }  # fmt: skip
+    choices = rising_loss(text, patience=2)  # both runs end early, after the same step
     whole = run(run_config(text, tmp_path / "whole", **choices), planned, model)
     config = run_config(text, tmp_path / "parts", **choices)
     for step in stopped_at:
@@ -250,10 +250,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_by_the_resume(
 def test_a_resume_ends_at_once_where_the_evaluation_that_was_left_out_is_the_last(
     tmp_path: Path, text: Path, model: ModelSpec, planned: Plan
 ) -> None:
-    choices: dict[str, Any] = {
-        "max_steps": 40, "learning_rate": 3.0, "lr_schedule": "constant", "warmup_steps": 0,
-        "eval_data": other_text(text), "eval_every": 2, "early_stop_patience": 1,
-    }  # fmt: skip
+    choices = rising_loss(text, patience=1)
     whole = run(run_config(text, tmp_path / "whole", **choices), planned, model)
     config = run_config(text, tmp_path / "parts", **choices)
     interrupted_at(len(whole.metrics), config, planned, model)

@@ -12,7 +12,7 @@ from front_door import WORKLOAD, content, training
 from executor.folder import discard, taken_folder
 from planner.calibrate import fold_runs, load_run
 from planner.plan import Plan
-from simulator.files import write_whole
+from simulator.files import may_write_whole, write_whole
 from simulator.hardware import load_hardware
 
 
@@ -87,6 +87,20 @@ def test_a_pipe_is_written_in_place():
     os.close(writing)
     with os.fdopen(reading) as pipe:
         assert pipe.read() == "new"
+
+
+def test_a_file_in_a_folder_that_takes_no_other_cannot_be_replaced_and_a_device_can_be_written(tmp_path, monkeypatch):
+    for name in ("closed", "open"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "there").touch()
+    (tmp_path / "open" / "link").symlink_to(tmp_path / "closed" / "there")
+    (tmp_path / "closed" / "link").symlink_to(tmp_path / "open" / "there")
+    closed = {tmp_path / "closed", Path("/dev")}  # to whoever is not root
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in closed)
+    assert may_write_whole("/dev/null")
+    writable = {name: may_write_whole(tmp_path / name) for name in ("open/there", "open/new", "closed/link")}
+    assert all(writable.values()), writable
+    assert not any(may_write_whole(tmp_path / name) for name in ("closed/there", "closed/new", "open/link"))
 
 
 def test_two_writers_of_one_file_leave_the_work_of_one(tmp_path, monkeypatch):
