@@ -219,7 +219,9 @@ def _update(block: Block, scalars: Tensor, constants: Constants, scratch: Tensor
     g.copy_(block.gradient).mul_(clip)
     m.mul_(constants.beta1).add_(torch.mul(g, constants.one_minus_beta1, out=spare))
     v.mul_(constants.beta2).add_(g.mul_(g).mul_(constants.one_minus_beta2))
-    _drop_denormals(m, v)
+    tiny = torch.finfo(m.dtype).tiny
+    m.masked_fill_(m.abs() < tiny, 0.0)
+    v.masked_fill_((v < tiny).logical_and_(m == 0), 0.0)
     denominator = _square_root(v, out=g).div_(root_bias_correction2).add_(constants.eps)
     step = torch.div(m, denominator, out=denominator).mul_(step_size)
     master = block.weights if block.low is None else merge_planes(block.weights, block.low, out=spare)
@@ -230,12 +232,6 @@ def _update(block: Block, scalars: Tensor, constants: Constants, scratch: Tensor
         # Some NaN payloads would round to a high plane of -0 and hide the NaN from the model: one NaN for all.
         torch.nan_to_num(master, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=master)
         split_planes(master, block.weights, block.low)
-
-
-def _drop_denormals(m: Tensor, v: Tensor) -> None:
-    tiny = torch.finfo(m.dtype).tiny
-    m.masked_fill_(m.abs() < tiny, 0.0)
-    v.masked_fill_((v < tiny).logical_and_(m == 0), 0.0)
 
 
 def _square_root(values: Tensor, *, out: Tensor) -> Tensor:

@@ -243,7 +243,6 @@ class TrainConfig(Schema):
                 packed=self.packing,
             )
         except pydantic.ValidationError as error:
-            # The workload counts rows, the config calls them what other trainers do.
             raise InputError(describe(error)) from error
 
 

@@ -250,7 +250,7 @@ class Run:
             if not interrupted and not math.isfinite(results[-1].loss):
                 raise self._diverged(trainer.steps_done)
             if self.saves:
-                # Where losses were lost, the state may be of no use, and those before it stay.
+                # Where steps were lost, the state may be of no use, and checkpoints before it stay.
                 self.saved.save(trainer, seed=self.config.seed, keep_all=self.lost_steps > 0)
             if interrupted:
                 where = f"; resume with resume=auto (saved in {self.checkpoints})" if self.saves else ""
